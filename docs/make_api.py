@@ -28,6 +28,7 @@ SYSTEMS = (
     "activations",
     "activations.disk",
     "distributed",
+    "relational",
 )
 ENGINE = ("codecs", "memory", "transfer", "advisor", "advisor.planning", "files", "kernels")
 #: numpydoc's sections whose entries are ``name : type`` with an indented text.

@@ -340,7 +340,9 @@ CHARTS: dict[str, Callable[[], Chart]] = {
 #: The rings and what is in them; tests/test_docs.py compares them with the folders.
 RINGS = {
     "engine": ("kernels", "memory", "codecs", "transfer", "advisor", "files"),
-    "systems": tuple("tables tensors embedding offload kvcache activations distributed".split()),
+    "systems": tuple(
+        "tables tensors embedding offload kvcache activations distributed relational".split()
+    ),
     "integrations": tuple("dgl pyg embedding torchrec transformers accelerate autograd".split()),
 }
 

@@ -3,6 +3,9 @@
 `compress_features` compresses columns of a graph, `feature_stats` returns sizes and traffic,
 `decompress_features` undoes it. Importing this package adds one method to DGL, undone by `detach`:
 ``graph.get_node_storage("feat").compress()``.
+
+`compile_relational` compiles RelGraphConv, HGTConv and TypedLinear of a model, `restore_relational`
+undoes it, `relational_calls` counts. The classes are here too.
 """
 
 from bitslab.errors import load_optional
@@ -20,6 +23,14 @@ from bitslab.integrations.dgl.compress import (  # noqa: E402
     feature_stats,
     raw_columns,
 )
+from bitslab.integrations.dgl.relational import (  # noqa: E402
+    HGTConv,
+    RelGraphConv,
+    TypedLinear,
+    compile_relational,
+    relational_calls,
+    restore_relational,
+)
 from bitslab.tables import FeaturesReport  # noqa: E402
 
 attach()
@@ -27,10 +38,16 @@ attach()
 __all__ = [
     "CompressedColumn",
     "FeaturesReport",
+    "HGTConv",
+    "RelGraphConv",
+    "TypedLinear",
     "attach",
+    "compile_relational",
     "compress_features",
     "decompress_features",
     "detach",
     "feature_stats",
     "raw_columns",
+    "relational_calls",
+    "restore_relational",
 ]

@@ -141,3 +141,12 @@ def code_streams() -> Any:
     from . import code_streams
 
     return code_streams
+
+
+@functools.cache
+def summing() -> Any:
+    """Load the functions that sum rows by the entries of sparse matrices."""
+    load_optional("numba", extra=None, purpose="summing rows over edges on the CPU")
+    from . import segments
+
+    return segments

@@ -1,0 +1,158 @@
+"""Sums, dot products and softmax over the entries of sparse matrices, of tensors on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from .compiling import call, prepare
+from .loading import summing
+from .threads import run_ranges
+
+
+def order_by_key(
+    keys: torch.Tensor, n_keys: int, before: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the stable order of keys, and where each key starts in it.
+
+    Parameters
+    ----------
+    keys : torch.Tensor
+        int64 ``[N]``, 0 to ``n_keys - 1``.
+    n_keys : int
+        How many keys there are.
+    before : torch.Tensor, optional
+        int64 ``[N]``: the order in which equal keys are left, such as that of a second key.
+
+    Returns
+    -------
+    order : torch.Tensor
+        int64 ``[N]``.
+    starts : torch.Tensor
+        int64 ``[n_keys + 1]``.
+    """
+    before = torch.arange(len(keys)) if before is None else before
+    starts, order = np.zeros(n_keys + 2, np.int64), np.empty(len(keys), np.int64)
+    call(summing().order_by_key, keys.numpy(), before.numpy(), starts, order)
+    return torch.from_numpy(order), torch.from_numpy(starts[: n_keys + 1])
+
+
+def number_pairs(
+    kinds: torch.Tensor, nodes: torch.Tensor, order: torch.Tensor, n_kinds: int
+) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
+    """Give numbers to the distinct (kind, node) pairs of edges, in order.
+
+    Parameters
+    ----------
+    kinds, nodes : torch.Tensor
+        int64 ``[E]``.
+    order : torch.Tensor
+        int64 ``[E]``: the edges sorted by kind, then node.
+    n_kinds : int
+        How many kinds there are.
+
+    Returns
+    -------
+    rows : torch.Tensor
+        int64 ``[E]``, the number of each edge's pair.
+    node_of_row : torch.Tensor
+        int64 ``[pairs]``.
+    bounds : list of int
+        ``n_kinds + 1``, the first pair of each kind.
+    """
+    rows, nodes_out = np.empty(len(order), np.int64), np.empty(len(order), np.int64)
+    counts = np.zeros(n_kinds + 1, np.int64)
+    arrays = (kinds.numpy(), nodes.numpy(), order.numpy(), rows, nodes_out, counts)
+    n = call(summing().number_pairs, *arrays)
+    return torch.from_numpy(rows), torch.from_numpy(nodes_out[:n].copy()), counts.cumsum().tolist()
+
+
+def _run(kernel: Any, arrays: list[Any], n_entries: int, bytes_per_entry: int) -> None:
+    prepare(kernel, *arrays, 0, 0)
+    run: Callable[[int, int], Any] = lambda begin, end: call(kernel, *arrays, begin, end)  # noqa: E731
+    run_ranges(run, n_entries, bytes_per_entry)
+
+
+def sum_segments(
+    starts: torch.Tensor,
+    columns: torch.Tensor,
+    edges: torch.Tensor,
+    weights: torch.Tensor,
+    x: torch.Tensor,
+) -> torch.Tensor:
+    """Return the weighted sums of rows of x.
+
+    Parameters
+    ----------
+    starts : torch.Tensor
+        int64 ``[rows + 1]``: the first entry of each row of the result.
+    columns, edges : torch.Tensor
+        int64 ``[entries]``: the row of x, and of weights, of each entry; edge -1 weighs 1.
+    weights : torch.Tensor
+        ``[E, H]`` of x's dtype, contiguous; ``[0, H]`` where all entries weigh 1.
+    x : torch.Tensor
+        float32 or float64 ``[N, H, D]``, contiguous.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[rows, H, D]``. Each row is summed in the order of its entries.
+    """
+    out = x.new_zeros((len(starts) - 1, *x.shape[1:]))
+    arrays = [t.numpy() for t in (starts, columns, edges, weights, x, out)]
+    _run(summing().sum_segments, arrays, len(columns), 2 * x[0:1].nbytes + 24)
+    return out
+
+
+def dot_entries(
+    rows: torch.Tensor,
+    columns: torch.Tensor,
+    edges: torch.Tensor,
+    g: torch.Tensor,
+    x: torch.Tensor,
+    n_edges: int,
+) -> torch.Tensor:
+    """Return for each edge the dot products of its row of g and its row of x, by head.
+
+    Parameters
+    ----------
+    rows, columns, edges : torch.Tensor
+        int64 ``[entries]``: the row of g, that of x, and the edge; entries of edge -1 are left out.
+    g, x : torch.Tensor
+        float32 or float64 ``[N, H, D]`` and ``[M, H, D]``, contiguous.
+    n_edges : int
+        Rows of the result.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[n_edges, H]``, 0 for an edge without an entry.
+    """
+    out = x.new_zeros(n_edges, x.shape[1])
+    arrays = [t.numpy() for t in (rows, columns, edges, g, x, out)]
+    _run(summing().dot_entries, arrays, len(columns), 2 * x[0:1].nbytes + 24)
+    return out
+
+
+def softmax_segments(starts: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """Return the softmax of the columns of x ``[entries, H]`` within rows that start at `starts`.
+
+    x is float32 or float64 and contiguous.
+    """
+    out = torch.empty_like(x)
+    arrays = [t.numpy() for t in (starts, x, out)]
+    _run(summing().softmax_segments, arrays, len(x), 16 * x[0:1].nbytes)
+    return out
+
+
+def softmax_segments_gradient(
+    starts: torch.Tensor, y: torch.Tensor, g: torch.Tensor
+) -> torch.Tensor:
+    """Return the gradient of `softmax_segments` of its result y, of the gradient g of y."""
+    out = torch.empty_like(y)
+    arrays = [t.numpy() for t in (starts, y, g, out)]
+    _run(summing().softmax_segments_gradient, arrays, len(y), 4 * y[0:1].nbytes)
+    return out

@@ -1,0 +1,130 @@
+"""Loops over the entries of a sparse matrix whose entries stand row by row.
+
+``starts`` is int64 ``[rows + 1]``, ``columns`` int64 ``[entries]`` the row of `x` of each entry.
+``edges`` int64 ``[entries]`` is the row of `weights` of each entry; an entry of edge -1 weighs 1.
+Work is cut by entries, not by rows: a range begin..end has the rows that start in it, so that rows
+of many entries do not keep one thread busy while the others wait.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numba import njit
+
+_REORDERED = {"reassoc", "contract", "nsz"}
+
+
+@njit(nogil=True, cache=True)
+def order_by_key(keys, before, starts, order):
+    """Write the stable order of `keys`, visited in the order `before`, and where each key starts.
+
+    ``starts`` is int64 ``[keys + 2]``, zeros; afterwards its first ``keys + 1`` are the starts.
+    """
+    for i in range(keys.shape[0]):
+        starts[keys[i] + 2] += 1
+    for k in range(2, starts.shape[0]):
+        starts[k] += starts[k - 1]
+    for j in range(before.shape[0]):
+        i = before[j]
+        key = keys[i] + 1
+        order[starts[key]] = i
+        starts[key] += 1
+
+
+@njit(nogil=True, cache=True)
+def number_pairs(kinds, nodes, order, rows, node_of_row, bounds):
+    """Give numbers to the distinct (kind, node) of edges visited in `order`, which sorts them.
+
+    Writes the row of each edge, the node of each row and in ``bounds[kind + 1]`` the rows of the
+    kind; returns the number of rows.
+    """
+    count = 0
+    for j in range(order.shape[0]):
+        i = order[j]
+        if j == 0 or kinds[i] != kinds[order[j - 1]] or nodes[i] != nodes[order[j - 1]]:
+            node_of_row[count] = nodes[i]
+            bounds[kinds[i] + 1] += 1
+            count += 1
+        rows[i] = count - 1
+    return count
+
+
+@njit(nogil=True, cache=True)
+def sum_segments(starts, columns, edges, weights, x, out, begin, end):
+    """Write the weighted sum of the rows of x of each row's entries.
+
+    x and out are ``[rows, H, D]``, weights ``[edges, H]``, or ``[0, H]`` where all entries weigh 1.
+    """
+    weighted = weights.shape[0] > 0
+    heads, width = x.shape[1], x.shape[2]
+    first = np.searchsorted(starts[:-1], begin)
+    for row in range(first, starts.shape[0] - 1):
+        if starts[row] >= end:
+            break
+        for i in range(starts[row], starts[row + 1]):
+            column, edge = columns[i], edges[i]
+            for h in range(heads):
+                if weighted and edge >= 0:
+                    w = weights[edge, h]
+                    for d in range(width):
+                        out[row, h, d] += w * x[column, h, d]
+                else:
+                    for d in range(width):
+                        out[row, h, d] += x[column, h, d]
+
+
+@njit(nogil=True, cache=True, fastmath=_REORDERED)
+def dot_entries(rows, columns, edges, g, x, out, begin, end):
+    """Write to each entry's edge the dot products by head of its row of g and its row of x."""
+    heads, width = x.shape[1], x.shape[2]
+    for i in range(begin, end):
+        edge = edges[i]
+        if edge < 0:
+            continue
+        row, column = rows[i], columns[i]
+        for h in range(heads):
+            total = x.dtype.type(0)
+            for d in range(width):
+                total += g[row, h, d] * x[column, h, d]
+            out[edge, h] = total
+
+
+@njit(nogil=True, cache=True)
+def softmax_segments(starts, x, out, begin, end):
+    """Write the softmax of each column of x ``[entries, H]`` within each row's entries."""
+    heads = x.shape[1]
+    first = np.searchsorted(starts[:-1], begin)
+    for row in range(first, starts.shape[0] - 1):
+        if starts[row] >= end:
+            break
+        low, high = starts[row], starts[row + 1]
+        for h in range(heads):
+            if low == high:
+                continue
+            largest = x[low, h]
+            for i in range(low + 1, high):
+                if x[i, h] > largest or x[i, h] != x[i, h]:
+                    largest = x[i, h]
+            total = x.dtype.type(0)
+            for i in range(low, high):
+                value = np.exp(x[i, h] - largest)
+                out[i, h] = value
+                total += value
+            for i in range(low, high):
+                out[i, h] /= total
+
+
+@njit(nogil=True, cache=True)
+def softmax_segments_gradient(starts, y, g, out, begin, end):
+    """Write the gradient of `softmax_segments`, of its result y and the gradient g of it."""
+    heads = y.shape[1]
+    first = np.searchsorted(starts[:-1], begin)
+    for row in range(first, starts.shape[0] - 1):
+        if starts[row] >= end:
+            break
+        for h in range(heads):
+            total = y.dtype.type(0)
+            for i in range(starts[row], starts[row + 1]):
+                total += y[i, h] * g[i, h]
+            for i in range(starts[row], starts[row + 1]):
+                out[i, h] = y[i, h] * (g[i, h] - total)

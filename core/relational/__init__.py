@@ -1,0 +1,69 @@
+"""Relational graphs: a small compiler for layers whose edges have types.
+
+A message of such a layer often depends on the source and the relation of its edge alone, and most
+edges share these. A program says what is computed for an edge; the compiler computes each value
+once for each thing that it depends on, for each relation multiplies before or after summing,
+whichever costs less on this graph, and generates the backward pass.
+
+.. code-block:: python
+
+    import bitslab.relational as rel
+
+    @rel.program
+    def rgcn(g, x, weight, root, norm):
+        messages = norm * rel.typed_linear(g.src(x), weight, g.edge_type)
+        return rel.sum_to_dst(messages) + g.dst(x) @ root
+
+    layer = rgcn.compile()
+    out = layer(rel.RelationalGraph(edge_index, edge_type, n, r), x, weight, root, norm)
+
+Packed rows (`bitslab.CompressedTable`, `CompressedFeature`) may stand in the place of
+x on a CPU: they are decoded block by block as they are multiplied.
+
+After chapter 3 of the thesis that describes Hector (ASPLOS'24): inter-operator level, compact
+materialization, linear operator reordering, GEMM and traversal templates.
+"""
+
+from . import layers
+from .graph import KeptByTensors, RelationalGraph
+from .layer_report import LayerReport, calls_of, count_call, forget_calls
+from .operator import run_on_edges
+from .passes import Passes
+from .program import CompiledProgram, Program, program
+from .trace import (
+    ProgramError,
+    dot,
+    exp,
+    flatten,
+    leaky_relu,
+    shared,
+    softmax_by_dst,
+    split,
+    sum_to_dst,
+    typed_linear,
+)
+
+__all__ = [
+    "CompiledProgram",
+    "KeptByTensors",
+    "LayerReport",
+    "Passes",
+    "Program",
+    "ProgramError",
+    "RelationalGraph",
+    "calls_of",
+    "count_call",
+    "dot",
+    "exp",
+    "flatten",
+    "forget_calls",
+    "layers",
+    "leaky_relu",
+    "program",
+    "run_on_edges",
+    "shared",
+    "softmax_by_dst",
+    "split",
+    "sum_to_dst",
+    "typed_linear",
+]

@@ -1,0 +1,413 @@
+"""A graph whose edges have types, and what is found out about it once: the plan.
+
+Edges are kept in the order of their destinations (``order``), in which all edgewise values stand
+while a program runs. A *space* is a set of rows that values can stand on:
+
+| space | rows |
+|---|---|
+| `src`, `dst` | the source nodes, the destination nodes |
+| `edge` | the edges |
+| `relation` | the relations |
+| `pair_src`, `pair_dst` | the distinct (source, relation) or (destination, relation) pairs |
+| `typed_edge` | the edges by relation |
+| `mixed:0110` | by relation: pairs of destinations where the digit is 1, else pairs of sources |
+
+Pairs and typed edges are sorted by relation, so that a relation's rows are a slice.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from ..engine.kernels.cpu import segment_sums
+from ..errors import ArgumentError, ArgumentTypeError, IndexRangeError, ModifiedInPlaceError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a space.
+
+    Attributes
+    ----------
+    n : int
+        How many.
+    of_edge : torch.Tensor
+        int64 ``[E]``: the row of each edge, edges in the order of their destinations.
+    node : torch.Tensor or None
+        int64 ``[n]``: the node of each row of pairs, the edge of each typed edge.
+    relation : torch.Tensor or None
+        int64 ``[n]``: the relation of each row, where rows are sorted by relation.
+    bounds : list of int or None
+        The first row of each relation, and n, on the host.
+    """
+
+    n: int
+    of_edge: torch.Tensor
+    node: torch.Tensor | None = None
+    relation: torch.Tensor | None = None
+    bounds: list[int] | None = None
+
+
+class Hop:
+    """A sparse matrix between two spaces; some of its entries carry the weight of an edge.
+
+    Parameters
+    ----------
+    to, source : torch.Tensor
+        int64 ``[entries]``: row and column of each entry.
+    edge : torch.Tensor
+        int64 ``[entries]``: the edge whose weight the entry has; -1: it weighs 1.
+    to_rows, source_rows, n_edges : int
+        Rows of both spaces, and edges of the graph.
+    """
+
+    def __init__(
+        self,
+        to: torch.Tensor,
+        source: torch.Tensor,
+        edge: torch.Tensor,
+        to_rows: int,
+        source_rows: int,
+        n_edges: int,
+    ) -> None:
+        self.to, self.source, self.edge = to, source, edge
+        self.to_rows, self.source_rows, self.n_edges = to_rows, source_rows, n_edges
+        self._by_row: dict[bool, tuple[torch.Tensor, ...]] = {}
+
+    def by_row(self, transposed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return starts, columns and edges of the entries row by row, of the transposed or not."""
+        found = self._by_row.get(transposed)
+        if found is None:
+            rows, columns = (self.source, self.to) if transposed else (self.to, self.source)
+            order, starts = sort(rows, self.source_rows if transposed else self.to_rows)
+            found = self._by_row[transposed] = (starts, columns[order], self.edge[order])
+        return found  # type: ignore[return-value]
+
+
+def sort(
+    keys: torch.Tensor, n_keys: int, before: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the stable order of int64 keys and the start of each, on their device.
+
+    With an order `before`, equal keys are left in that order.
+    """
+    if keys.device.type == "cpu":
+        return segment_sums.order_by_key(keys, n_keys, before)
+    ordered = keys if before is None else keys[before]
+    order = torch.argsort(ordered, stable=True)
+    starts = keys.new_zeros(n_keys + 1)
+    starts[1:] = torch.bincount(keys, minlength=n_keys).cumsum(0)
+    return order if before is None else before[order], starts
+
+
+class RelationalGraph:
+    """The edges of a graph with their types, and the plan that programs use.
+
+    Parameters
+    ----------
+    edge_index : torch.Tensor
+        Integer ``[2, E]``: source and destination of each edge.
+    edge_type : torch.Tensor
+        Integer ``[E]``, on the same device: the relation of each edge.
+    num_nodes : int or tuple of int
+        Nodes, or source nodes and destination nodes of a bipartite graph.
+    num_relations : int
+        Relations; those without edges count.
+
+    Raises
+    ------
+    ArgumentTypeError
+        For a tensor that is not an integer one, or on another device.
+    ArgumentError
+        For a wrong shape or length.
+    IndexRangeError
+        For a node or a relation out of range. On a GPU this is read with the sizes of the plan,
+        when the graph is made: the only time that the host waits.
+    ModifiedInPlaceError
+        By a program that runs after one of the tensors was changed in place.
+
+    Notes
+    -----
+    The tensors are held, not copied. Several threads may use a graph at once.
+    """
+
+    def __init__(
+        self,
+        edge_index: torch.Tensor,
+        edge_type: torch.Tensor,
+        num_nodes: int | tuple[int, int],
+        num_relations: int,
+    ) -> None:
+        sizes = (num_nodes, num_nodes) if isinstance(num_nodes, int) else tuple(num_nodes)
+        _check(edge_index, edge_type, sizes, num_relations)
+        self.edge_index, self.edge_type = edge_index, edge_type
+        self.num_src, self.num_dst = sizes
+        self.num_relations = num_relations
+        self._versions = versions_of(edge_index, edge_type)
+        self._lock = threading.RLock()
+        self._made: dict[Any, Any] = {}
+        src, dst = edge_index[0].long(), edge_index[1].long()
+        self.order, self.starts = self._sorted_by(dst)
+        self._src, self._dst = src[self.order], dst[self.order]
+        self._type = edge_type.long()[self.order]
+
+    def _sorted_by(self, dst: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Check ranges, then return the order of the edges by destination, and the starts."""
+        if not len(dst):
+            return dst.clone(), dst.new_zeros(self.num_dst + 1)
+        columns = (self.edge_index[0], self.edge_index[1], self.edge_type)
+        ends = torch.stack([end for c in columns for end in torch.aminmax(c)]).tolist()
+        what = ("edge_index[0]", "edge_index[1]", "edge_type")
+        counts = (self.num_src, self.num_dst, self.num_relations)
+        for name, count, low, high in zip(what, counts, ends[::2], ends[1::2], strict=True):
+            if low < 0 or high >= count:
+                wrong = low if low < 0 else high
+                raise IndexRangeError(f"{name} has {wrong}; accepted are 0 to {count - 1}")
+        return sort(dst, self.num_dst)
+
+    @property
+    def num_edges(self) -> int:
+        """The number of edges."""
+        return len(self.order)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the graph is, and where its programs run."""
+        return self.order.device
+
+    def check_unchanged(self) -> None:
+        """Raise an error if a tensor of the graph was changed in place since the plan was made."""
+        if self._versions != versions_of(self.edge_index, self.edge_type):
+            raise ModifiedInPlaceError(
+                "edge_index or edge_type was changed in place after RelationalGraph was made of "
+                "it; make another one"
+            )
+
+    def once(self, key: Any, make: Callable[[], T]) -> T:
+        """Return what `make` returned for this key when it was asked for first."""
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = make()
+            found: T = self._made[key]
+            return found
+
+    def rows(self, space: str) -> Rows:
+        """Return the rows of a space."""
+        return self.once(f"rows {space}", lambda: self._make_rows(space))
+
+    def _make_rows(self, space: str) -> Rows:
+        if space == "src":
+            return Rows(self.num_src, self._src)
+        if space == "dst":
+            return Rows(self.num_dst, self._dst)
+        if space == "relation":
+            return Rows(self.num_relations, self._type)
+        if space == "edge":
+            return Rows(self.num_edges, torch.arange(self.num_edges, device=self.device))
+        if space == "typed_edge":
+            order, starts = self._by_relation(None)
+            position = torch.empty_like(order)
+            position[order] = torch.arange(len(order), device=self.device)
+            return Rows(self.num_edges, position, order, self._type[order], starts.tolist())
+        if space in ("pair_src", "pair_dst"):
+            return self._pairs(
+                *((self._src, self.num_src) if space == "pair_src" else (self._dst, self.num_dst))
+            )
+        return self._mixed([digit == "1" for digit in space.removeprefix("mixed:")])
+
+    def _by_relation(self, before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        return sort(self._type, self.num_relations, before)
+
+    def _pairs(self, nodes: torch.Tensor, n_nodes: int) -> Rows:
+        """Return the distinct pairs of a node and a relation, sorted by relation, then node."""
+        by_node = None if nodes is self._dst else sort(nodes, n_nodes)[0]
+        order, _ = self._by_relation(by_node)
+        if self.device.type == "cpu":
+            found = segment_sums.number_pairs(self._type, nodes, order, self.num_relations)
+            of_edge, node, bounds = found
+            counts = torch.tensor(bounds).diff()
+            relation = torch.arange(self.num_relations).repeat_interleave(counts)
+            return Rows(len(node), of_edge, node, relation, bounds)
+        kinds, ends = self._type[order], nodes[order]
+        first = torch.ones_like(kinds, dtype=torch.bool)
+        first[1:] = (kinds[1:] != kinds[:-1]) | (ends[1:] != ends[:-1])
+        of_edge = torch.empty_like(order)
+        of_edge[order] = first.cumsum(0) - 1
+        relation, node = kinds[first], ends[first]
+        counts = torch.bincount(relation, minlength=self.num_relations)
+        bounds = [0, *counts.cumsum(0).tolist()]
+        return Rows(len(node), of_edge, node, relation, bounds)
+
+    def _mixed(self, by_dst: Sequence[bool]) -> Rows:
+        """Return pairs of sources and destinations: by relation, one or the other."""
+        both = self.rows("pair_src"), self.rows("pair_dst")
+        node, relation, bounds, shifts = [], [], [0], []
+        for r, side in enumerate(by_dst):
+            rows = both[side]
+            assert rows.bounds is not None and rows.node is not None and rows.relation is not None
+            low, high = rows.bounds[r], rows.bounds[r + 1]
+            node.append(rows.node[low:high])
+            relation.append(rows.relation[low:high])
+            shifts.append(bounds[-1] - low)
+            bounds.append(bounds[-1] + high - low)
+        shift = torch.tensor(shifts, device=self.device)[self._type]
+        chosen = self._edges_of(by_dst)
+        of_edge = torch.where(chosen, both[1].of_edge, both[0].of_edge) + shift
+        return Rows(bounds[-1], of_edge, torch.cat(node), torch.cat(relation), bounds)
+
+    def _edges_of(self, relations: Sequence[bool]) -> torch.Tensor:
+        return torch.tensor(relations, dtype=torch.bool, device=self.device)[self._type]
+
+    def gather_index(self, source: str, to: str) -> torch.Tensor:
+        """Return the row of `source` that each row of `to` takes its value from: int64 ``[n]``."""
+        rows, ends = self.rows(to), self.rows(source).of_edge
+        if to == "edge":
+            return ends
+        if source == "edge" or to == "typed_edge":
+            assert to == "typed_edge" and rows.node is not None
+            return ends[rows.node]
+        found = rows.relation if source == "relation" else rows.node
+        assert found is not None
+        return found
+
+    def hop(self, name: str) -> Hop:
+        """Return a matrix by name: ``to<source``, of entries that are edges, or rows of a gather.
+
+        ``in:SPACE`` and ``out:SPACE`` lead from source nodes to a mixed space and from there to
+        destination nodes. ``gather:to<source`` has an entry of weight 1 for each row of `to`.
+        """
+        return self.once(f"hop {name}", lambda: self._make_hop(name))
+
+    def _make_hop(self, name: str) -> Hop:
+        edges = self.rows("edge").of_edge
+        if name.startswith("gather:"):
+            to, source = name.removeprefix("gather:").split("<")
+            index = self.gather_index(source, to)
+            rows = torch.arange(len(index), device=self.device)
+            ones, sizes = torch.full_like(index, -1), (len(index), self.rows(source).n)
+            return Hop(rows, index, ones, *sizes, self.num_edges)
+        if "<" in name:
+            left, right = (self.rows(space) for space in name.split("<"))
+            return Hop(left.of_edge, right.of_edge, edges, left.n, right.n, self.num_edges)
+        way, _, space = name.partition(":")
+        by_dst = [digit == "1" for digit in space.removeprefix("mixed:")]
+        mixed = self.rows(space)
+        assert mixed.node is not None and mixed.relation is not None
+        # Of relations on this side each edge is an entry, of the others each row.
+        summed = by_dst if way == "in" else [not side for side in by_dst]
+        chosen = self._edges_of(summed).nonzero().flatten()
+        one_each = ~torch.tensor(summed, dtype=torch.bool, device=self.device)[mixed.relation]
+        row = one_each.nonzero().flatten()
+        node, ones = mixed.node[row], torch.full_like(row, -1)
+        ends = self._src if way == "in" else self._dst
+        of_node = torch.cat([ends[chosen], node])
+        of_row = torch.cat([mixed.of_edge[chosen], row])
+        edge = torch.cat([edges[chosen], ones])
+        if way == "in":
+            return Hop(of_row, of_node, edge, mixed.n, self.num_src, self.num_edges)
+        return Hop(of_node, of_row, edge, self.num_dst, mixed.n, self.num_edges)
+
+    def inverse_counts(self, dtype: torch.dtype) -> torch.Tensor:
+        """Return 1 / (edges of the pair) ``[pairs]`` of each destination and relation."""
+
+        def make() -> torch.Tensor:
+            rows = self.rows("pair_dst")
+            return torch.bincount(rows.of_edge, minlength=rows.n).to(dtype).reciprocal()
+
+        return self.once(f"inverse counts {dtype}", make)
+
+    def __repr__(self) -> str:
+        return (
+            f"RelationalGraph({self.num_src} -> {self.num_dst} nodes, {self.num_edges} edges, "
+            f"{self.num_relations} relations, {self.device})"
+        )
+
+
+class KeptByTensors:
+    """What was made of tensors in earlier calls, found again while these are not changed in place.
+
+    The tensors are held, so that no other tensor takes their memory. Those of inference mode have
+    no version: what is made of them is not kept. Threads may share it.
+
+    Parameters
+    ----------
+    limit : int
+        How many results are kept: those used last.
+    """
+
+    def __init__(self, limit: int = 8) -> None:
+        self._limit, self._lock = limit, threading.Lock()
+        self._kept: OrderedDict[Any, tuple[Sequence[torch.Tensor], Any]] = OrderedDict()
+
+    def find(self, tensors: Sequence[torch.Tensor], more: Any, make: Callable[[], T]) -> T:
+        """Return what `make` returned for these tensors, and for an equal `more`."""
+        if any(t.is_inference() for t in tensors):
+            return make()
+        places = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors)
+        key = (places, versions_of(*tensors), more)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+                found: T = self._kept[key][1]
+                return found
+        made = make()
+        with self._lock:
+            self._kept[key] = (tensors, made)
+            while len(self._kept) > self._limit:
+                self._kept.popitem(last=False)
+        return made
+
+
+_graphs = KeptByTensors()
+
+
+def graph_of(
+    edge_index: torch.Tensor,
+    edge_type: torch.Tensor,
+    num_nodes: tuple[int, int],
+    num_relations: int,
+) -> RelationalGraph:
+    """Return the graph of plain tensors: that of an earlier call, if they did not change since."""
+    return _graphs.find(
+        (edge_index, edge_type),
+        (num_nodes, num_relations),
+        lambda: RelationalGraph(edge_index, edge_type, num_nodes, num_relations),
+    )
+
+
+def versions_of(*tensors: torch.Tensor) -> tuple[int, ...]:
+    """Return the version counters of tensors, -1 for those of inference mode, which have none."""
+    return tuple(-1 if t.is_inference() else t._version for t in tensors)
+
+
+def _check(
+    edge_index: torch.Tensor, edge_type: torch.Tensor, sizes: tuple[int, ...], num_relations: int
+) -> None:
+    for name, t in (("edge_index", edge_index), ("edge_type", edge_type)):
+        if not isinstance(t, torch.Tensor) or t.is_floating_point() or t.dtype is torch.bool:
+            kind = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
+            raise ArgumentTypeError(f"{name} is {kind}; accepted are tensors of integers")
+    if edge_index.ndim != 2 or edge_index.shape[0] != 2:
+        raise ArgumentError(f"edge_index has shape {list(edge_index.shape)}; accepted is [2, E]")
+    if edge_type.shape != edge_index.shape[1:]:
+        raise ArgumentError(
+            f"edge_type has shape {list(edge_type.shape)}; accepted is [{edge_index.shape[1]}], "
+            "a type for each edge"
+        )
+    if edge_type.device != edge_index.device:
+        raise ArgumentTypeError(
+            f"edge_type is on {edge_type.device}, edge_index on {edge_index.device}; accepted is "
+            "one device for both"
+        )
+    if len(sizes) != 2 or any(not isinstance(n, int) or n < 0 for n in sizes):
+        raise ArgumentError(f"num_nodes is {sizes}; accepted are an integer >= 0, or two of them")
+    if not isinstance(num_relations, int) or num_relations < 0:
+        raise ArgumentError(f"num_relations is {num_relations}; accepted is an integer >= 0")

@@ -1,0 +1,111 @@
+"""The programs of the layers that integrations compile, and what they share."""
+
+from __future__ import annotations
+
+import torch
+
+from .program import CompiledProgram, program
+from .trace import (
+    Graph,
+    Value,
+    dot,
+    leaky_relu,
+    softmax_by_dst,
+    split,
+    sum_to_dst,
+    typed_linear,
+)
+
+
+@program
+def _typed_sum(g: Graph, x: Value, weight: Value) -> Value:
+    return sum_to_dst(typed_linear(g.src(x), weight))
+
+
+@program
+def _typed_mean(g: Graph, x: Value, weight: Value) -> Value:
+    return sum_to_dst(g.inverse_counts * typed_linear(g.src(x), weight))
+
+
+@program
+def _weighted_sum(g: Graph, x: Value, weight: Value, norm: Value) -> Value:
+    return sum_to_dst(norm * typed_linear(g.src(x), weight))
+
+
+@program
+def _of_nodes(g: Graph, x: Value, weight: Value) -> Value:
+    return g.dst(x) @ weight
+
+
+@program
+def _hgt(g: Graph, k: Value, q: Value, v: Value, keys: Value, values: Value, prior: Value) -> Value:
+    score = dot(typed_linear(g.src(k), keys), g.dst(q)) * g.relation(prior)
+    return sum_to_dst(softmax_by_dst(score) * typed_linear(g.src(v), values))
+
+
+# Made once: `torch.compile` can look a program up, and cannot make one.
+
+#: RGCN's messages, summed: inputs x and weight.
+TYPED_SUM = _typed_sum.compile()
+#: The same, and a destination takes the mean over the edges of each relation.
+TYPED_MEAN = _typed_mean.compile()
+#: The same with weights of edges: inputs x, weight, norm.
+WEIGHTED_SUM = _weighted_sum.compile()
+#: Rows of destinations, which may be packed, times a weight: inputs x and weight.
+OF_NODES = _of_nodes.compile()
+#: HGT's attention: k and v ``[N_src, H, D]``, q ``[N_dst, H, D]``, the relations' matrices keys and
+#: values ``[R, H, D, D]``, and prior ``[R, H, 1]``; rows ``[H, D]`` of destinations.
+HGT = _hgt.compile()
+
+_rgat: dict[tuple[int, float, bool, bool], CompiledProgram] = {}
+
+
+def rgat(heads: int, slope: float, logits: bool, masked: bool) -> CompiledProgram | None:
+    """Return the program of relational attention: inputs x, y, weight, q, k, then e and mask.
+
+    x and y are the features of sources and destinations, e logits of edges that are added where
+    `logits`, and mask what attention is multiplied by where `masked`. It returns rows
+    ``[heads, D]`` of destinations, and attention ``[heads]`` of edges. None while `torch.compile`
+    traces, if it was not asked for before.
+    """
+    key = (heads, slope, logits, masked)
+    if key not in _rgat:
+        if torch.compiler.is_compiling():
+            return None
+        _rgat[key] = _make_rgat(*key)
+    return _rgat[key]
+
+
+def _make_rgat(heads: int, slope: float, logits: bool, masked: bool) -> CompiledProgram:
+    def attended(
+        g: Graph, x: Value, y: Value, weight: Value, q: Value, k: Value, e: Value | None,
+        mask: Value | None,
+    ) -> tuple[Value, Value]:  # fmt: skip
+        message = typed_linear(g.src(x), weight)
+        score = typed_linear(g.dst(y), weight) @ q + message @ k
+        attention = softmax_by_dst(leaky_relu(score if e is None else score + e, slope))
+        weights = attention if mask is None else attention * mask
+        return sum_to_dst(split(weights, heads) * split(message, heads)), attention
+
+    def plain(
+        g: Graph, x: Value, y: Value, weight: Value, q: Value, k: Value
+    ) -> tuple[Value, Value]:
+        return attended(g, x, y, weight, q, k, None, None)
+
+    def with_logits(
+        g: Graph, x: Value, y: Value, weight: Value, q: Value, k: Value, e: Value
+    ) -> tuple[Value, Value]:
+        return attended(g, x, y, weight, q, k, e, None)
+
+    def with_mask(
+        g: Graph, x: Value, y: Value, weight: Value, q: Value, k: Value, mask: Value
+    ) -> tuple[Value, Value]:
+        return attended(g, x, y, weight, q, k, None, mask)
+
+    def with_both(
+        g: Graph, x: Value, y: Value, weight: Value, q: Value, k: Value, e: Value, mask: Value
+    ) -> tuple[Value, Value]:
+        return attended(g, x, y, weight, q, k, e, mask)
+
+    chosen = (with_both if masked else with_logits) if logits else with_mask if masked else plain
+    return program(chosen).compile()

@@ -1,0 +1,171 @@
+"""Programs inside `torch.compile`: one operator of torch, with its fake and its gradient.
+
+The operator finds its program by a number, and the graph by its tensors. Its backward pass runs
+the forward pass again: an operator of torch keeps nothing but its inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import ArgumentTypeError
+from .graph import graph_of
+from .program import PROGRAMS, CompiledProgram, Packed
+from .steps import Shape, broadcast
+from .trace import Value, in_order
+
+
+def run_on_edges(
+    program: CompiledProgram,
+    edge_index: torch.Tensor,
+    edge_type: torch.Tensor,
+    num_nodes: tuple[int, int],
+    num_relations: int,
+    *inputs: torch.Tensor | Packed,
+) -> Any:
+    """Return a program's outputs for plain tensors of edges; `torch.compile` sees one operator.
+
+    The graphs of the last calls are kept, and found again by their tensors as long as these are
+    not changed in place. Inputs and errors are those of a call and of `RelationalGraph`.
+    """
+    if not torch.compiler.is_compiling():
+        return program(graph_of(edge_index, edge_type, num_nodes, num_relations), *inputs)
+    outputs = _traced(program, edge_index, edge_type, num_nodes, num_relations, inputs)
+    return outputs[0] if program.program.single else tuple(outputs)
+
+
+def _traced(
+    program: CompiledProgram,
+    edge_index: torch.Tensor,
+    edge_type: torch.Tensor,
+    num_nodes: tuple[int, int],
+    num_relations: int,
+    inputs: Sequence[Any],
+) -> list[torch.Tensor]:
+    for name, x in zip(program.program.names, inputs, strict=True):
+        if not isinstance(x, torch.Tensor):
+            raise ArgumentTypeError(
+                f"input {name!r} is {type(x).__name__}; inside torch.compile accepted are tensors"
+            )
+    values = list(inputs)
+    device = edge_index.device.type
+    if torch.is_autocast_enabled(device):
+        values = [x.to(torch.get_autocast_dtype(device)) for x in values]
+    found: list[torch.Tensor] = torch.ops.bitslab.relational(
+        values, edge_index, edge_type, *num_nodes, num_relations, program.number
+    )
+    return found
+
+
+@torch.library.custom_op("bitslab::relational", mutates_args=())
+def relational(
+    inputs: Sequence[torch.Tensor],
+    edge_index: torch.Tensor,
+    edge_type: torch.Tensor,
+    num_src: int,
+    num_dst: int,
+    num_relations: int,
+    program: int,
+) -> list[torch.Tensor]:
+    """Run a program; the result shares no memory with an input."""
+    compiled = PROGRAMS[program]
+    graph = graph_of(edge_index, edge_type, (num_src, num_dst), num_relations)
+    with torch.no_grad():
+        outputs = compiled(graph, *inputs)
+    return [outputs] if compiled.program.single else list(outputs)
+
+
+@relational.register_fake
+def _(
+    inputs: Sequence[torch.Tensor],
+    edge_index: torch.Tensor,
+    edge_type: torch.Tensor,
+    num_src: int,
+    num_dst: int,
+    num_relations: int,
+    program: int,
+) -> list[torch.Tensor]:
+    traced_program = PROGRAMS[program].program
+    shapes = dict(zip(traced_program.names, (tuple(x.shape) for x in inputs), strict=True))
+    rows = shapes_of(traced_program.outputs, shapes)
+    counts = [num_dst if o.deps == {"d"} else edge_type.shape[0] for o in traced_program.outputs]
+    return [inputs[0].new_empty(n, *shape) for n, shape in zip(counts, rows, strict=True)]
+
+
+@torch.library.custom_op("bitslab::relational_grad", mutates_args=())
+def relational_grad(
+    gradients: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    edge_index: torch.Tensor,
+    edge_type: torch.Tensor,
+    num_src: int,
+    num_dst: int,
+    num_relations: int,
+    program: int,
+) -> list[torch.Tensor]:
+    """Return the gradients of all inputs."""
+    compiled = PROGRAMS[program]
+    graph = graph_of(edge_index, edge_type, (num_src, num_dst), num_relations)
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    with torch.enable_grad():
+        outputs = compiled(graph, *leaves)
+    outputs = (outputs,) if compiled.program.single else outputs
+    found = torch.autograd.grad(outputs, leaves, list(gradients), materialize_grads=True)
+    return [g.clone() if g.is_set_to(seed) else g for g in found for seed in gradients[:1]]
+
+
+@relational_grad.register_fake
+def _(gradients: Any, inputs: Any, *rest: Any) -> list[torch.Tensor]:
+    return [torch.empty_like(x) for x in inputs]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
+    tensors, edge_index, edge_type, *ctx.rest = inputs
+    ctx.save_for_backward(edge_index, edge_type, *tensors)
+    ctx.shapes = [o.shape for o in output]
+
+
+def _gradients(ctx: Any, gradients: list[torch.Tensor | None]) -> Any:
+    edge_index, edge_type, *tensors = ctx.saved_tensors
+    given = [
+        tensors[0].new_zeros(shape) if g is None else g.contiguous()
+        for g, shape in zip(gradients, ctx.shapes, strict=True)
+    ]
+    found = torch.ops.bitslab.relational_grad(given, tensors, edge_index, edge_type, *ctx.rest)
+    return (found, None, None, None, None, None, None)
+
+
+torch.library.register_autograd("bitslab::relational", _gradients, setup_context=_keep)
+
+
+def shapes_of(outputs: Sequence[Value], inputs: dict[str, Shape]) -> list[Shape]:
+    """Return the shapes of the rows of values, from the shapes of the inputs."""
+    found: dict[int, Shape] = {}
+    for value in in_order(outputs):
+        args = [found[id(a)] for a in value.args]
+        match value.op:
+            case "input":
+                shape = inputs[value.attrs[0]]
+            case "place":
+                shape = args[0][1:]
+            case "inverse_counts":
+                shape = ()
+            case "typed_linear":
+                shape = (*args[1][:-2], args[1][-1])
+            case "linear":
+                shape = (*args[0][:-1], args[1][-1])
+            case "dot":
+                shape = (*broadcast(args[0], args[1], "dot", value.line)[:-1], 1)
+            case "split":
+                shape = (value.attrs[0], args[0][0] // value.attrs[0])
+            case "flatten":
+                shape = (torch.Size(args[0]).numel(),)
+            case _:
+                shape = args[0]
+                for other in args[1:]:
+                    shape = broadcast(shape, other, value.op, value.line)
+        found[id(value)] = shape
+    return [found[id(o)] for o in outputs]

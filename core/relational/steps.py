@@ -1,0 +1,218 @@
+"""The second level: steps on rows of known spaces, each an instance of a template.
+
+- GEMM, ``Y = X[gather] W[type]`` by slices of rows of one relation: `typed_linear`, `weight_grad`.
+- Traversal, a loop over the entries of each row of a sparse matrix: `hop_sum`, `hop_dot`,
+  `softmax`, `softmax_grad`.
+- torch, one of its operators: all others.
+
+Steps are made by `Steps`, which knows shapes and finds a step that was made before.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import ArgumentError
+from .graph import RelationalGraph
+
+Shape = tuple[int, ...]
+
+TEMPLATES = {
+    **dict.fromkeys(("typed_linear", "weight_grad"), "GEMM"),
+    **dict.fromkeys(("hop_sum", "hop_dot", "softmax", "softmax_grad"), "traversal"),
+}
+
+
+@dataclass(eq=False)
+class Step:
+    """An operation on rows.
+
+    Attributes
+    ----------
+    op : str
+        Its name, a method of `execute.Machine`.
+    args : tuple of Step
+        What it is applied to.
+    attrs : tuple
+        Numbers and names that belong to it.
+    space : str
+        The rows of its result (`graph`); "shared" for a tensor without rows.
+    shape : tuple of int
+        The shape of one row.
+    """
+
+    op: str
+    args: tuple[Step, ...]
+    attrs: tuple[Any, ...]
+    space: str
+    shape: Shape
+
+    @property
+    def template(self) -> str:
+        """The template that it is an instance of."""
+        return TEMPLATES.get(self.op, "torch")
+
+    @property
+    def width(self) -> int:
+        """Elements of a row."""
+        return math.prod(self.shape)
+
+
+#: Nanoseconds of a multiplication with its addition, an element that is visited along an edge, an
+#: element that is read or written in order, and an operator that is called. Only their ratios
+#: matter: measured with rows of 64 float32 on two CPU cores, and taken from the data sheet of an
+#: H200.
+COSTS = {"cpu": (0.04, 0.7, 0.3, 5000.0), "cuda": (0.00004, 0.002, 0.001, 5000.0)}
+
+
+class Steps:
+    """Makes the steps of a program for one graph.
+
+    Parameters
+    ----------
+    graph : RelationalGraph
+        Its sizes give costs.
+    """
+
+    def __init__(self, graph: RelationalGraph) -> None:
+        self.graph = graph
+        self._made: dict[Any, Step] = {}
+        self.costs = COSTS.get(graph.device.type, COSTS["cuda"])
+
+    def make(self, op: str, args: tuple[Step, ...], space: str, shape: Shape, *attrs: Any) -> Step:
+        """Return a step; one that was made before where it is the same."""
+        key = (op, tuple(map(id, args)), space, shape, attrs)
+        if key not in self._made:
+            self._made[key] = Step(op, args, attrs, space, shape)
+        return self._made[key]
+
+    def rows(self, space: str) -> int:
+        """Return the rows of a space; 1 for shared."""
+        return 1 if space == "shared" else self.graph.rows(space).n
+
+    def gather(self, x: Step, space: str) -> Step:
+        """Return x on the rows of another space."""
+        if x.space in (space, "shared"):
+            return x
+        if x.op == "gather":  # of the edges' values: those of pairs, then of nodes
+            return self.gather(x.args[0], space)
+        return self.make("gather", (x,), space, x.shape, x.space)
+
+    def elementwise(self, op: str, args: tuple[Step, ...], *attrs: Any, line: str = "") -> Step:
+        """Return an operation on elements of rows of one space, and of shared tensors."""
+        spaces = {a.space for a in args} - {"shared"}
+        assert len(spaces) <= 1, (op, spaces)
+        shape = args[0].shape
+        for other in args[1:]:
+            shape = broadcast(shape, other.shape, op, line)
+        return self.make(op, args, spaces.pop() if spaces else "shared", shape, *attrs)
+
+    def reshape(self, x: Step, shape: Shape) -> Step:
+        """Return x with rows of another shape."""
+        if x.op == "reshape":
+            x = x.args[0]
+        return x if x.shape == shape else self.make("reshape", (x,), x.space, shape)
+
+    def transposed(self, weight: Step) -> Step:
+        """Return weights with their last two dimensions exchanged."""
+        if weight.op == "t":
+            return weight.args[0]
+        *rest, k, n = weight.shape
+        return self.make("t", (weight,), weight.space, (*rest, n, k))
+
+    def typed_linear(self, x: Step, weight: Step, line: str = "") -> Step:
+        """Return x times the weight of each row's relation."""
+        *heads, k, n = weight.shape if len(weight.shape) >= 2 else (0, 0)
+        if weight.space != "relation" or x.shape != (*heads, k) or len(heads) > 1:
+            raise ArgumentError(
+                f"{line}: typed_linear of rows of shape {list(x.shape)} by weights "
+                f"[R, {', '.join(map(str, weight.shape))}]; accepted are [K] by [R, K, N], or "
+                "[H, K] by [R, H, K, N]"
+            )
+        return self.make("typed_linear", (x, weight), x.space, (*heads, n))
+
+    def linear(self, x: Step, weight: Step, line: str = "") -> Step:
+        """Return x times a weight that all rows share."""
+        if len(weight.shape) != 2 or x.shape[-1:] != weight.shape[:1]:
+            raise ArgumentError(
+                f"{line}: rows of shape {list(x.shape)} @ a weight {list(weight.shape)}; accepted "
+                "are rows [..., K] and a weight [K, N]"
+            )
+        return self.make("linear", (x, weight), x.space, (*x.shape[:-1], weight.shape[1]))
+
+    def hop_sum(self, name: str, transposed: bool, x: Step, weight: Step | None = None) -> Step:
+        """Return the sum over each row's entries of a matrix, weighted by edge values ``[.., 1]``.
+
+        `weight` has rows of one element, or one for each head of x's rows ``[H, D]``.
+        """
+        to = ends_of(name)[transposed]
+        args = (x,) if weight is None else (x, weight)
+        return self.make("hop_sum", args, to, x.shape, name, transposed)
+
+    def hop_dot(self, name: str, to: Step, source: Step, shape: Shape) -> Step:
+        """Return for each edge the dot products of its rows at both ends of a matrix."""
+        return self.make("hop_dot", (to, source), "edge", shape, name)
+
+    def sum_to(self, g: Step, like: Step) -> Step:
+        """Return a gradient summed over what `like` was broadcast over."""
+        if g.space != "shared" and like.space == "shared":
+            return self.make("sum_rows", (g,), "shared", like.shape)
+        if g.shape != like.shape:
+            return self.make("sum_shape", (g,), g.space, like.shape)
+        return g
+
+    def entries(self, name: str) -> int:
+        """Return how many entries a matrix has."""
+        return len(self.graph.hop(name).to)
+
+    def cost(self, step: Step) -> float:
+        """Return the predicted nanoseconds of a step."""
+        multiply, visit, copy, call = self.costs
+        if step.op in ("input", "inverse_counts", "reshape", "t", "shared"):
+            return 0.0
+        if step.op in ("typed_linear", "linear"):
+            x, weight = step.args
+            rows = self.rows(step.space)
+            calls = self.graph.num_relations if step.op == "typed_linear" else 1
+            moved = rows * (x.width + step.width) * copy
+            return rows * x.width * weight.shape[-1] * multiply + moved + calls * call
+        if step.op == "hop_sum":
+            return self.entries(step.attrs[0]) * step.width * visit + call
+        if step.op == "hop_dot":
+            return self.graph.num_edges * step.args[1].width * visit + call
+        return self.rows(step.space) * step.width * copy * (len(step.args) + 1) + call
+
+
+def ends_of(name: str) -> tuple[str, str]:
+    """Return the spaces that a matrix leads to and comes from."""
+    if "<" in name:
+        to, source = name.removeprefix("gather:").split("<")
+        return to, source
+    way, _, space = name.partition(":")
+    return (space, "src") if way == "in" else ("dst", space)
+
+
+def weighs(weight: Shape, x: Shape) -> bool:
+    """Return whether edge values of rows `weight` can weigh entries whose rows have the shape x."""
+    return (
+        math.prod(weight) == 1
+        and len(weight) <= max(len(x), 1)
+        or (len(x) == 2 and weight == (x[0], 1))
+    )
+
+
+def broadcast(a: Shape, b: Shape, op: str, line: str) -> Shape:
+    """Return the shape of an elementwise result.
+
+    Raises
+    ------
+    ArgumentError
+        When shapes do not fit.
+    """
+    n = max(len(a), len(b))
+    pairs = list(zip((1,) * (n - len(a)) + a, (1,) * (n - len(b)) + b, strict=True))
+    if any(x != y and 1 not in (x, y) for x, y in pairs):
+        raise ArgumentError(f"{line}: {op} of rows of shapes {list(a)} and {list(b)}")
+    return tuple(max(x, y) if 0 not in (x, y) else 0 for x, y in pairs)

@@ -1,0 +1,378 @@
+"""PyG's relational layers, compiled: RGCNConv, FastRGCNConv, RGATConv and HGTConv.
+
+The classes derive from PyG's: arguments, parameters, initial values and state dicts are theirs.
+Forward passes that the compiler does not cover run PyG's own code; `compile_relational` reports
+options that never are covered, `relational_calls` counts calls by reason.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch_geometric.nn as gnn
+from torch import nn
+
+from bitslab import CompressedFeature, CompressedTable
+from bitslab.errors import ArgumentTypeError
+from bitslab.relational import (
+    KeptByTensors,
+    LayerReport,
+    calls_of,
+    count_call,
+    forget_calls,
+    layers,
+    run_on_edges,
+)
+from bitslab.tensors import FeatureTensor
+
+_HOOKS = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+
+
+def _conv_reason(conv: Any) -> str:
+    """Return why a layer's options are not covered, or ''."""
+    if conv.flow != "source_to_target":
+        return f"flow={conv.flow!r}"
+    if conv.decomposed_layers > 1:
+        return f"decomposed_layers={conv.decomposed_layers}"
+    return ""
+
+
+def _call_reason(conv: Any, *indices: Any) -> str:
+    """Return why a call is not covered, by what it was given and by hooks, or ''."""
+    if conv.explain:
+        return "explain mode"
+    if any(
+        getattr(conv, f"_{name}_forward_{kind}hooks") for name in _HOOKS for kind in ("", "pre_")
+    ):
+        return "hooks of message passing"
+    for index in indices:
+        if type(index) is not torch.Tensor:
+            return f"edges as {type(index).__name__}"
+    return ""
+
+
+def _features(x: Any, width: int) -> Any:
+    """Return features that a program takes, or None."""
+    if isinstance(x, FeatureTensor):
+        x = x.feature
+    if isinstance(x, CompressedFeature | CompressedTable):
+        rows = x.ndim == 2 and x.dtype.is_floating_point and x.shape[1] == width
+        return x if rows and not torch.compiler.is_compiling() else None
+    if not isinstance(x, torch.Tensor) or x.ndim != 2 or not x.is_floating_point():
+        return None
+    return x if x.layout is torch.strided else None
+
+
+class _Constructed:
+    """Makes a layer as PyG's class: PyG generates code from the source of the class it meets."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        kind = type(self)
+        plain = next(_PLAIN[base] for base in kind.__mro__ if base in _PLAIN)
+        self.__class__ = plain
+        try:
+            plain.__init__(self, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.__class__ = kind
+        _prepare(self)
+
+
+class _RelationalConv(_Constructed):
+    """RGCN's forward pass, for both of PyG's classes."""
+
+    in_channels_l: int
+    weight: Any
+    comp: Any
+    root: Any
+    bias: Any
+    num_bases: Any
+    num_blocks: Any
+    num_relations: int
+    out_channels: int
+    aggr: Any
+
+    def relational_reason(self) -> str:
+        """Return why this layer's options are not covered, or ''."""
+        if self.aggr not in ("mean", "add", "sum"):
+            return f"aggr={self.aggr!r}"
+        return _conv_reason(self)
+
+    def forward(self, x: Any, edge_index: Any, edge_type: Any = None) -> Any:
+        """Run the layer; arguments and result are PyG's."""
+        reason = self.relational_reason() or _call_reason(self, edge_index, edge_type)
+        pair = x if isinstance(x, tuple) else (x, x)
+        source = _features(pair[0], self.in_channels_l)
+        target = _features(pair[1], 0 if self.root is None else self.root.shape[0])
+        if not reason and (source is None or target is None):
+            reason = "features that are not rows of floats"
+        if not reason and self.num_blocks is not None and not isinstance(source, torch.Tensor):
+            reason = "num_blocks over packed rows"
+        count_call(self, reason)  # type: ignore[arg-type]
+        if reason:
+            return super().forward(x, edge_index, edge_type)  # type: ignore[misc]
+        weight = self.weight
+        if self.num_bases is not None:
+            mixed = self.comp @ weight.flatten(1)
+            weight = mixed.view(self.num_relations, self.in_channels_l, self.out_channels)
+        if self.num_blocks is not None:
+            source = source.view(len(source), self.num_blocks, -1)
+        sizes = (source.shape[0], target.shape[0])
+        edges = (edge_index, edge_type, sizes, self.num_relations)
+        program = layers.TYPED_MEAN if self.aggr == "mean" else layers.TYPED_SUM
+        out = run_on_edges(program, *edges, source, weight)
+        out = out.flatten(1)
+        if self.root is not None and isinstance(target, torch.Tensor):
+            out = out + target @ self.root
+        elif self.root is not None:
+            out = out + run_on_edges(layers.OF_NODES, *edges, target, self.root)
+        return out if self.bias is None else out + self.bias
+
+
+class RGCNConv(_RelationalConv, gnn.RGCNConv):  # type: ignore[misc]
+    """PyG's RGCNConv, compiled; arguments, parameters and results are PyG's.
+
+    Sums (``aggr`` "mean", "add" or "sum") over features of floats run compiled, with ``num_bases``,
+    ``num_blocks``, pairs of features and rows of `compress_features`, which are decoded as they are
+    multiplied. Other aggregations, indices as features, sparse adjacencies, PyG's hooks and
+    explanations run PyG's own code.
+    """
+
+
+class FastRGCNConv(_RelationalConv, gnn.FastRGCNConv):  # type: ignore[misc]
+    """PyG's FastRGCNConv, compiled as `RGCNConv` is: no weight is copied by edge."""
+
+
+class RGATConv(_Constructed, gnn.RGATConv):  # type: ignore[misc]
+    """PyG's RGATConv, compiled; arguments, parameters and results are PyG's.
+
+    Additive attention across relations runs compiled, with ``num_bases``, ``edge_dim``, dropout and
+    any number of heads. Other attention, ``mod``, ``num_blocks``, indices as features and sparse
+    adjacencies run PyG's own code.
+    """
+
+    def relational_reason(self) -> str:
+        """Return why this layer's options are not covered, or ''."""
+        for name, covered in (
+            ("attention_mode", "additive-self-attention"),
+            ("attention_mechanism", "across-relation"),
+            ("mod", None),
+            ("num_blocks", None),
+        ):
+            if getattr(self, name) != covered:
+                return f"{name}={getattr(self, name)!r}"
+        if self.aggr not in ("add", "sum"):
+            return f"aggr={self.aggr!r}"
+        return _conv_reason(self)
+
+    def forward(
+        self,
+        x: Any,
+        edge_index: Any,
+        edge_type: Any = None,
+        edge_attr: Any = None,
+        size: Any = None,
+        return_attention_weights: Any = None,
+    ) -> Any:
+        """Run the layer; arguments and result are PyG's."""
+        reason = self.relational_reason() or _call_reason(self, edge_index, edge_type)
+        pair = x if isinstance(x, tuple) else (x, x)
+        source, target = (_features(each, self.in_channels) for each in pair)
+        if not reason and (source is None or target is None):
+            reason = "features that are not rows of floats"
+        if not reason and size is not None and tuple(size) != (len(source), len(target)):
+            reason = f"size={tuple(size)}"
+        masked = self.training and self.dropout > 0
+        program = layers.rgat(self.heads, self.negative_slope, edge_attr is not None, masked)
+        if program is None:
+            reason = reason or "torch.compile before the first call"
+        count_call(self, reason)
+        if reason or program is None:
+            arguments = (x, edge_index, edge_type, edge_attr, size, return_attention_weights)
+            return super().forward(*arguments)
+        weight = self._typed_weight()
+        more = []
+        if edge_attr is not None:
+            more.append(self._edge_logits(edge_attr))
+        if masked:
+            ones = weight.new_ones(edge_type.shape[0], self.heads)
+            more.append(nn.functional.dropout(ones, self.dropout))
+        edges = (edge_index, edge_type, (source.shape[0], target.shape[0]), self.num_relations)
+        inputs = (source, target, weight, self.q, self.k, *more)
+        out, attention = run_on_edges(program, *edges, *inputs)
+        out = out.flatten(1) if self.concat else out.mean(1)
+        if self.bias is not None:
+            out = out + self.bias
+        if isinstance(return_attention_weights, bool):
+            return out, (edge_index, attention)
+        return out
+
+    def _typed_weight(self) -> torch.Tensor:
+        if self.num_bases is None:
+            weight: torch.Tensor = self.weight
+            return weight
+        mixed = self.att @ self.basis.flatten(1)
+        return torch.reshape(mixed, (self.num_relations, *self.basis.shape[1:]))
+
+    def _edge_logits(self, edge_attr: torch.Tensor) -> torch.Tensor:
+        """Return what features of edges add to the logits: ``[E, heads]``."""
+        if self.lin_edge is None:
+            raise ArgumentTypeError(
+                "edge_attr is given and edge_dim is None; accepted is edge_attr=None, or a layer "
+                "with edge_dim=edge_attr.shape[-1]"
+            )
+        rows = edge_attr.view(-1, 1) if edge_attr.dim() == 1 else edge_attr
+        return torch.matmul(rows, self.lin_edge.weight.t() @ self.e)
+
+
+_merged = KeptByTensors()
+
+
+class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
+    """PyG's HGTConv, compiled; arguments, parameters and results are PyG's.
+
+    Attention over all edge types runs as one program. Sparse adjacencies, PyG's hooks and
+    explanations run PyG's own code.
+    """
+
+    def relational_reason(self) -> str:
+        """Return why this layer's options are not covered, or ''."""
+        return _conv_reason(self)
+
+    def forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
+        """Run the layer; arguments and result are PyG's."""
+        reason = self.relational_reason() or _call_reason(self, *edge_index_dict.values())
+        if not reason and not edge_index_dict:
+            reason = "no edge types"
+        count_call(self, reason)
+        if reason:
+            return super().forward(x_dict, edge_index_dict)
+        heads, dim = self.heads, self.out_channels // self.heads
+        projected = self.kqv_lin(x_dict)
+        counts = {name: len(rows) for name, rows in projected.items()}
+        parts = torch.cat(list(projected.values())).view(-1, 3, heads, dim)
+        k, q, v = parts.unbind(1)
+        edge_index, edge_type = self._edges(edge_index_dict, counts)
+        relations = len(self.edge_types)
+        keys, values = (
+            lin.weight.view(heads, relations, dim, dim).transpose(0, 1)
+            for lin in (self.k_rel, self.v_rel)
+        )
+        prior = torch.cat([self.p_rel["__".join(t)] for t in self.edge_types]) / math.sqrt(dim)
+        total = sum(counts.values())
+        inputs = (k, q, v, keys, values, prior[:, :, None])
+        out = run_on_edges(
+            layers.HGT, edge_index, edge_type, (total, total), relations, *inputs
+        ).flatten(1)
+        rows = dict(zip(counts, out.split(list(counts.values())), strict=True))
+        found = {t: nn.functional.gelu(rows[t]) for t in rows if t in self.dst_node_types}
+        found = self.out_lin(found)
+        for name in [t for t in rows if t in self.dst_node_types]:
+            x = x_dict[name]
+            if found[name].shape[-1] == x.shape[-1]:
+                share = self.skip[name].sigmoid()
+                found[name] = torch.lerp(x, found[name], share)
+        return {name: found[name] for name in rows if name in self.dst_node_types}
+
+    def _edges(
+        self, edge_index_dict: Any, counts: dict[str, int]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all edges as those of one graph, whose nodes stand type after type."""
+        first, place = {}, 0
+        for name, n in counts.items():
+            first[name], place = place, place + n
+
+        def merge() -> tuple[torch.Tensor, torch.Tensor]:
+            edges, kinds = [], []
+            for edge_type, index in edge_index_dict.items():
+                ends = [first[edge_type[0]], first[edge_type[-1]]]
+                edges.append(index + torch.tensor(ends, device=index.device)[:, None])
+                kind = self.edge_types_map[edge_type]
+                kinds.append(torch.full_like(index[0], kind))
+            return torch.cat(edges, 1), torch.cat(kinds)
+
+        if torch.compiler.is_compiling():
+            return merge()
+        for edge_type, index in edge_index_dict.items():
+            _check_ends(edge_type, index, counts)
+        kinds = tuple(self.edge_types_map[t] for t in edge_index_dict)
+        more = (tuple(edge_index_dict), kinds, tuple(counts.items()))
+        return _merged.find(tuple(edge_index_dict.values()), more, merge)
+
+
+def _check_ends(edge_type: Any, index: torch.Tensor, counts: dict[str, int]) -> None:
+    for name in (edge_type[0], edge_type[-1]):
+        if name not in counts:
+            raise ArgumentTypeError(
+                f"edge_index_dict has {edge_type}, and x_dict no features of {name!r}; accepted "
+                f"are edges between {sorted(counts)}"
+            )
+
+
+def _prepare(layer: Any) -> None:
+    """Make the programs of a layer that may be traced by `torch.compile` before it is called."""
+    if isinstance(layer, gnn.RGATConv):
+        for logits in {False, layer.edge_dim is not None}:
+            for masked in {False, layer.dropout > 0}:
+                layers.rgat(layer.heads, layer.negative_slope, logits, masked)
+
+
+_COMPILED: dict[type, type] = {
+    gnn.RGCNConv: RGCNConv,
+    gnn.FastRGCNConv: FastRGCNConv,
+    gnn.RGATConv: RGATConv,
+    gnn.HGTConv: HGTConv,
+}
+_PLAIN = {compiled: plain for plain, compiled in _COMPILED.items()}
+
+
+def compile_relational(model: nn.Module) -> LayerReport:
+    """Compile PyG's relational layers of a model, in place.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        A model, or a layer. Each RGCNConv, FastRGCNConv, RGATConv and HGTConv in it becomes the
+        class of this module; the objects and their parameters are the same.
+
+    Returns
+    -------
+    LayerReport
+        Layers that are compiled, and those that are left, with the reason: an option that is not
+        covered, or a class derived from PyG's.
+    """
+    report = LayerReport()
+    for name, layer in model.named_modules():
+        kind = type(layer)
+        if kind in _COMPILED:
+            reason = _COMPILED[kind].relational_reason(layer)  # type: ignore[attr-defined]
+            if reason:
+                report.left[name] = f"{kind.__name__} with {reason}"
+                continue
+            layer.__class__ = _COMPILED[kind]
+            _prepare(layer)
+        elif kind not in _PLAIN and isinstance(layer, tuple(_COMPILED)):
+            report.left[name] = f"{kind.__name__} is derived from PyG's class"
+            continue
+        if type(layer) in _PLAIN:
+            report.compiled[name] = kind.__name__
+    return report
+
+
+def restore_relational(model: nn.Module) -> nn.Module:
+    """Return a model with PyG's own layers again, the same objects."""
+    for layer in model.modules():
+        if type(layer) in _PLAIN:
+            layer.__class__ = _PLAIN[type(layer)]
+            forget_calls(layer)
+    return model
+
+
+def relational_calls(model: nn.Module) -> dict[str, dict[str, int]]:
+    """Return for each compiled layer of a model its calls by reason.
+
+    "" counts those that ran compiled, any other reason those that ran PyG's own code. Calls inside
+    `torch.compile` are not counted.
+    """
+    return calls_of(model)

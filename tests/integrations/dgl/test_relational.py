@@ -1,0 +1,177 @@
+"""DGL's relational layers compiled: results, gradients and state are those of DGL's own."""
+
+from __future__ import annotations
+
+import copy
+
+import dgl
+import pytest
+import torch
+from dgl import nn as dnn
+from torch import nn
+
+from bitslab.integrations import dgl as ours_of
+from bitslab.integrations.dgl import compile_relational, relational_calls, restore_relational
+
+NODES, EDGES, TYPES, NODE_TYPES = 40, 300, 5, 3
+
+
+def drawn(seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    ends = torch.randint(NODES, (2, EDGES), generator=draw)
+    types = torch.randint(TYPES, (EDGES,), generator=draw)
+    kinds = torch.randint(NODE_TYPES, (NODES,), generator=draw)
+    return dgl.graph((ends[0], ends[1]), num_nodes=NODES), types, kinds
+
+
+def both(name, *args, **kwargs):
+    layers = []
+    for module in (dnn, ours_of):
+        torch.manual_seed(3)
+        layers.append(getattr(module, name)(*args, **kwargs))
+    plain, ours = layers
+    for a, b in zip(plain.named_parameters(), ours.named_parameters(), strict=True):
+        assert a[0] == b[0] and torch.equal(a[1], b[1])
+    return plain, ours
+
+
+def close(a, b):
+    assert a.dtype == b.dtype and a.shape == b.shape
+    assert (a - b).abs().max() <= 1e-5 * max(1.0, b.abs().max().item())
+
+
+def compare(plain, ours, x, call, reason=""):
+    """Compare outputs and gradients; ``call(layer, x)`` runs a layer."""
+    results = []
+    for layer in (plain, ours):
+        leaf = x.clone().requires_grad_()
+        torch.manual_seed(5)
+        out = call(layer, leaf)
+        layer.zero_grad()
+        (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+        results.append([out, leaf.grad, *(p.grad for p in layer.parameters())])
+    for a, b in zip(*reversed(results), strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            close(a, b)
+    assert relational_calls(ours)[""] == {reason: 1}
+
+
+REL = [
+    {},
+    {"regularizer": "basis", "num_bases": 3},
+    {"regularizer": "bdd", "num_bases": 2},
+    {"bias": False, "self_loop": False},
+    {"layer_norm": True, "activation": torch.relu, "dropout": 0.3},
+]
+
+
+@pytest.mark.parametrize("norm", [None, (EDGES,), (EDGES, 1)])
+@pytest.mark.parametrize("kwargs", REL, ids=str)
+def test_rel_graph_conv(kwargs, norm):
+    graph, types, _ = drawn()
+    weights = None if norm is None else torch.rand(norm).reshape(EDGES, 1)
+    plain, ours = both("RelGraphConv", 8, 12, TYPES, **kwargs)
+    x = torch.randn(NODES, 8)
+    compare(plain, ours, x, lambda layer, x: layer(graph, x, types, weights))
+
+
+def test_rel_graph_conv_of_a_block_and_of_sorted_types():
+    graph, types, _ = drawn()
+    block = dgl.to_block(graph, torch.arange(NODES))
+    kinds = types[block.edata[dgl.EID]]
+    plain, ours = both("RelGraphConv", 8, 12, TYPES)
+    x = torch.randn(block.num_src_nodes(), 8)
+    compare(plain, ours, x, lambda layer, x: layer(block, x, kinds))
+    order = types.argsort(stable=True)
+    u, v = (ends[order] for ends in graph.edges())
+    by_type = dgl.graph((u, v), num_nodes=NODES)
+    plain, ours = both("RelGraphConv", 8, 12, TYPES)
+    compare(
+        plain, ours, x[:NODES], lambda layer, x: layer(by_type, x, types[order], presorted=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("heads", "use_norm", "width"), [(1, False, 8), (4, False, 8), (2, True, 10)]
+)
+def test_hgt(heads, use_norm, width):
+    graph, types, kinds = drawn()
+    args = (width, 8 // heads, heads, NODE_TYPES, TYPES)
+    plain, ours = both("HGTConv", *args, use_norm=use_norm)
+    for layer in (plain, ours):
+        torch.manual_seed(8)
+        for p in layer.relation_pri:
+            nn.init.normal_(p)
+    x = torch.randn(NODES, width)
+    compare(plain, ours, x, lambda layer, x: layer(graph, x, kinds, types))
+
+
+def test_hgt_of_a_block():
+    graph, types, kinds = drawn()
+    few = dgl.in_subgraph(graph, torch.arange(10))
+    block = dgl.to_block(few, torch.arange(10))
+    edge_types = types[few.edata[dgl.EID]][block.edata[dgl.EID]]
+    node_types = kinds[block.srcdata[dgl.NID]]
+    plain, ours = both("HGTConv", 8, 8, 1, NODE_TYPES, TYPES, dropout=0.0)
+    x = torch.randn(block.num_src_nodes(), 8)
+    compare(plain, ours, x, lambda layer, x: layer(block, x, node_types, edge_types))
+
+
+@pytest.mark.parametrize("regularizer", [None, "basis", "bdd"])
+def test_typed_linear(regularizer):
+    types = torch.randint(TYPES, (NODES,))
+    plain, ours = both("TypedLinear", 8, 12, TYPES, regularizer, 2 if regularizer else None)
+    compare(plain, ours, torch.randn(NODES, 8), lambda layer, x: layer(x, types))
+
+
+def test_a_graph_that_gets_more_edges():
+    graph, types, _ = drawn()
+    plain, ours = both("RelGraphConv", 8, 12, TYPES)
+    x = torch.randn(NODES, 8)
+    close(ours(graph, x, types), plain(graph, x, types))
+    graph.add_edges(torch.tensor([0, 1]), torch.tensor([2, 3]))
+    types = torch.cat([types, torch.tensor([1, 0])])
+    close(ours(graph, x, types), plain(graph, x, types))
+
+
+class Derived(dnn.TypedLinear):  # type: ignore[misc]
+    pass
+
+
+def test_one_line_compiles_a_model_and_one_restores_it():
+    graph, types, kinds = drawn()
+    torch.manual_seed(0)
+    model = nn.ModuleList(
+        [
+            dnn.RelGraphConv(8, 8, TYPES),
+            dnn.HGTConv(8, 4, 2, NODE_TYPES, TYPES, dropout=0.0),
+            Derived(8, 8, 2),
+        ]
+    )
+    x = torch.randn(NODES, 8)
+
+    def run():
+        return model[1](graph, model[0](graph, x, types), kinds, types)
+
+    expected, kinds_before = run(), list(map(type, model.modules()))
+    attributes = [set(vars(m)) for m in model.modules()]
+    report = compile_relational(model)
+    assert {"0": "RelGraphConv", "1": "HGTConv"}.items() <= report.compiled.items()
+    assert report.left == {"2": "Derived is derived from DGL's class"}
+    close(run(), expected)
+    calls = relational_calls(copy.deepcopy(model))
+    assert calls["0"] == {"": 1} and calls["1"] == {"": 1}
+    assert restore_relational(model) is model
+    assert list(map(type, model.modules())) == kinds_before
+    assert [set(vars(m)) for m in model.modules()] == attributes
+    assert torch.equal(run(), expected)
+
+
+def test_calls_that_are_not_covered_run_dgls_code():
+    graph, types, _ = drawn()
+    plain, ours = both("RelGraphConv", 8, 12, TYPES)
+    x = torch.randn(NODES, 8)
+    graph.edata["norm"] = torch.rand(EDGES, 1)
+    assert torch.equal(ours(graph, x, types), plain(graph, x, types))
+    assert relational_calls(ours)[""] == {"a norm that the graph has": 1}

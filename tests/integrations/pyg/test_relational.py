@@ -1,0 +1,330 @@
+"""PyG's relational layers compiled: results, gradients and state are those of PyG's own."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+import torch_geometric.nn as gnn
+from torch import nn
+from torch_geometric.data import Data
+
+from bitslab.integrations import pyg
+from bitslab.integrations.pyg import (
+    compile_relational,
+    compress_features,
+    relational_calls,
+    restore_relational,
+)
+
+NODES, EDGES, TYPES = 40, 300, 5
+
+
+def graph(src=NODES, dst=NODES, edges=EDGES, types=TYPES, seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    ends = [torch.randint(n, (edges,), generator=draw) for n in (src, dst)]
+    return torch.stack(ends), torch.randint(types, (edges,), generator=draw)
+
+
+def both(name, *args, **kwargs):
+    """Return PyG's layer and ours, made with the same seed."""
+    layers = []
+    for module in (gnn, pyg):
+        torch.manual_seed(3)
+        layers.append(getattr(module, name)(*args, **kwargs))
+    plain, ours = layers
+    assert isinstance(ours, type(plain)) and repr(ours) == repr(plain)
+    for a, b in zip(plain.named_parameters(), ours.named_parameters(), strict=True):
+        # PyG leaves the memory of RGATConv's l2 as it comes.
+        assert a[0] == b[0] and (a[0] == "l2" or torch.equal(a[1], b[1]))
+    ours.load_state_dict(plain.state_dict())
+    return plain, ours
+
+
+def close(a, b):
+    assert a.dtype == b.dtype and a.shape == b.shape
+    assert (a - b).abs().max() <= 1e-5 * max(1.0, b.abs().max().item())
+
+
+def tensors_of(out):
+    if isinstance(out, torch.Tensor):
+        return [out]
+    parts = out.values() if isinstance(out, dict) else out
+    return [t for part in parts for t in tensors_of(part) if t.is_floating_point()]
+
+
+def compare(plain, ours, features, *args, reason="", **kwargs):
+    """Compare outputs and gradients, and that ours ran compiled, or why it did not."""
+    results = []
+    for layer in (plain, ours):
+        leaves = {k: x.clone().requires_grad_() for k, x in features.items()}
+        torch.manual_seed(5)
+        x = leaves if len(leaves) > 2 else tuple(leaves.values())
+        outs = tensors_of(layer(x[0] if len(x) == 1 else x, *args, **kwargs))
+        draw = torch.Generator().manual_seed(6)
+        loss = sum((o * torch.randn(o.shape, generator=draw)).sum() for o in outs)
+        layer.zero_grad()
+        loss.backward()
+        grads = [x.grad for x in leaves.values()] + [p.grad for p in layer.parameters()]
+        results.append((outs, grads))
+    for a, b in zip(results[1][0], results[0][0], strict=True):
+        close(a, b)
+    for a, b in zip(results[1][1], results[0][1], strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            close(a, b)
+    assert relational_calls(ours) == {"": {reason: 1}}
+
+
+RGCN = [
+    {},
+    {"aggr": "add"},
+    {"aggr": "sum", "root_weight": False},
+    {"bias": False},
+    {"num_bases": 3},
+    {"num_blocks": 4},
+    {"num_blocks": 2, "aggr": "add"},
+    {"is_sorted": True},
+]
+
+
+@pytest.mark.parametrize("kwargs", RGCN, ids=str)
+@pytest.mark.parametrize("name", ["RGCNConv", "FastRGCNConv"])
+def test_rgcn(name, kwargs):
+    plain, ours = both(name, 8, 12, TYPES, **kwargs)
+    compare(plain, ours, {"x": torch.randn(NODES, 8)}, *graph())
+
+
+def test_rgcn_of_pairs_of_features():
+    plain, ours = both("RGCNConv", (8, 6), 12, TYPES)
+    features = {"x": torch.randn(30, 8), "y": torch.randn(20, 6)}
+    compare(plain, ours, features, *graph(30, 20))
+
+
+RGAT = [
+    {},
+    {"heads": 2},
+    {"heads": 3, "concat": False, "bias": False},
+    {"num_bases": 2, "negative_slope": 0.1},
+    {"heads": 2, "dropout": 0.4},
+]
+
+
+@pytest.mark.parametrize("kwargs", RGAT, ids=str)
+def test_rgat(kwargs):
+    plain, ours = both("RGATConv", 8, 12, TYPES, **kwargs)
+    nn.init.normal_(plain.bias) if plain.bias is not None else None
+    ours.load_state_dict(plain.state_dict())
+    compare(plain, ours, {"x": torch.randn(NODES, 8)}, *graph(), return_attention_weights=True)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_rgat_with_features_of_edges(dropout):
+    plain, ours = both("RGATConv", 8, 12, TYPES, heads=2, edge_dim=3, dropout=dropout)
+    edge_attr = torch.randn(EDGES, 3)
+    compare(plain, ours, {"x": torch.randn(NODES, 8)}, *graph(), edge_attr)
+
+
+@pytest.mark.parametrize("edges", [0, 1])
+@pytest.mark.parametrize("name", ["RGCNConv", "RGATConv"])
+def test_few_edges(name, edges):
+    plain, ours = both(name, 8, 12, TYPES)
+    plain.requires_grad_(False)
+    x, (index, kind) = torch.randn(NODES, 8), graph(edges=edges)
+    close(ours(x, index, kind), plain(x, index, kind))
+
+
+NODE_TYPES = ["paper", "author", "field"]
+EDGE_TYPES = [
+    ("paper", "cites", "paper"),
+    ("author", "writes", "paper"),
+    ("paper", "has", "field"),
+]
+METADATA = (NODE_TYPES, EDGE_TYPES)
+
+
+def hetero():
+    sizes = {"paper": 30, "author": 20, "field": 7}
+    x = {t: torch.randn(n, 8 + 4 * (t == "field")) for t, n in sizes.items()}
+    edges = {t: graph(sizes[t[0]], sizes[t[2]], 80, seed=i)[0] for i, t in enumerate(EDGE_TYPES)}
+    return x, edges
+
+
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("out", [8, 16])
+def test_hgt(heads, out):
+    x, edges = hetero()
+    sizes = {t: v.shape[1] for t, v in x.items()}
+    plain, ours = both("HGTConv", sizes, out, METADATA, heads=heads)
+    for layer in (plain, ours):
+        torch.manual_seed(8)
+        for p in layer.p_rel.parameters():
+            nn.init.normal_(p)
+    compare(plain, ours, x, edges)
+
+
+def test_hgt_with_lazy_sizes_and_missing_edge_types():
+    x, edges = hetero()
+    plain, ours = both_lazy()
+    del edges[EDGE_TYPES[1]]
+    results = []
+    for layer in (plain, ours):
+        torch.manual_seed(9)
+        results.append(layer(x, edges))
+    assert list(results[0]) == list(results[1])
+    for name, out in results[0].items():
+        close(results[1][name], out)
+
+
+def both_lazy():
+    for module in (gnn, pyg):
+        torch.manual_seed(4)
+        yield module.HGTConv(-1, 8, METADATA, heads=2)
+
+
+def test_hgt_finds_its_edges_again_and_sees_changes():
+    x, edges = hetero()
+    plain, ours = both("HGTConv", {t: v.shape[1] for t, v in x.items()}, 8, METADATA)
+    for _ in range(2):
+        for name, out in plain(x, edges).items():
+            close(ours(x, edges)[name], out)
+        edges[EDGE_TYPES[0]][1] = edges[EDGE_TYPES[0]][1].flip(0)
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = gnn.RGCNConv(8, 16, TYPES)
+        self.two = nn.ModuleList([gnn.RGATConv(16, 4, TYPES, heads=2), nn.Linear(8, 3)])
+
+    def forward(self, x, edge_index, edge_type):
+        hidden = self.one(x, edge_index, edge_type).relu()
+        return self.two[1](self.two[0](hidden, edge_index, edge_type))
+
+
+def test_one_line_compiles_a_model_and_one_restores_it():
+    torch.manual_seed(0)
+    model, x, edges = Model(), torch.randn(NODES, 8), graph()
+    expected, objects = model(x, *edges), list(model.modules())
+    state = {k: v.clone() for k, v in model.state_dict().items()}
+    attributes = {k: set(vars(m)) for k, m in model.named_modules()}
+    report = compile_relational(model)
+    assert report.compiled == {"one": "RGCNConv", "two.0": "RGATConv"} and not report.left
+    assert "one: RGCNConv, compiled" in str(report)
+    assert list(map(id, model.modules())) == list(map(id, objects))
+    close(model(x, *edges), expected)
+    assert relational_calls(model) == {"one": {"": 1}, "two.0": {"": 1}}
+    assert compile_relational(model).compiled.keys() == report.compiled.keys()
+    assert restore_relational(model) is model
+    assert type(model.one) is gnn.RGCNConv and type(model.two[0]) is gnn.RGATConv
+    assert {k: set(vars(m)) for k, m in model.named_modules()} == attributes
+    assert torch.equal(model(x, *edges), expected)
+    assert all(torch.equal(v, state[k]) for k, v in model.state_dict().items())
+
+
+class Derived(gnn.RGCNConv):  # type: ignore[misc]
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "why"),
+    [
+        (lambda: gnn.RGCNConv(4, 4, 2, aggr="max"), "RGCNConv with aggr='max'"),
+        (lambda: gnn.RGCNConv(4, 4, 2, flow="target_to_source"), "flow='target_to_source'"),
+        (lambda: gnn.RGATConv(4, 4, 2, num_blocks=2), "num_blocks=2"),
+        (lambda: gnn.RGATConv(4, 4, 2, mod="scaled"), "mod='scaled'"),
+        (
+            lambda: gnn.RGATConv(4, 4, 2, attention_mode="multiplicative-self-attention"),
+            "attention_mode='multiplicative-self-attention'",
+        ),
+        (
+            lambda: gnn.RGATConv(4, 4, 2, attention_mechanism="within-relation"),
+            "attention_mechanism='within-relation'",
+        ),
+        (lambda: Derived(4, 4, 2), "Derived is derived from PyG's class"),
+    ],
+)
+def test_options_that_are_not_covered_are_reported(make, why):
+    layer = make()
+    report = compile_relational(layer)
+    assert not report.compiled and why in report.left[""]
+    assert type(layer) is type(make())
+    if type(layer) is not Derived:  # ours runs PyG's code
+        ours = copy.deepcopy(layer)
+        ours.__class__ = getattr(pyg, type(layer).__name__)
+        index, kind = graph(types=2)
+        x = torch.randn(NODES, 4)
+        assert torch.equal(ours(x, index, kind), layer(x, index, kind))
+        assert why.split(" with ")[-1] in next(iter(relational_calls(ours)[""]))
+
+
+def test_calls_that_are_not_covered_run_pygs_code():
+    index, kind = graph()
+    ids = torch.arange(NODES)
+    plain, ours = both("RGCNConv", NODES, 12, TYPES)
+    for x in (None, ids):
+        close(ours(x, index, kind), plain(x, index, kind))
+    assert relational_calls(ours) == {"": {"features that are not rows of floats": 2}}
+    plain, ours = both("RGCNConv", 8, 12, TYPES)
+    seen = []
+    ours.register_message_forward_hook(lambda *args: seen.append(1))
+    x = torch.randn(NODES, 8)
+    close(ours(x, index, kind), plain(x, index, kind))
+    assert seen and "hooks of message passing" in relational_calls(ours)[""]
+
+
+def test_deepcopy_pickle_and_double():
+    _, ours = both("RGATConv", 8, 12, TYPES, heads=2)
+    x, edges = torch.randn(NODES, 8), graph()
+    expected = ours(x, *edges)
+    file = io.BytesIO()
+    torch.save(ours, file)
+    file.seek(0)
+    again = torch.load(file, weights_only=False)
+    for layer in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours)), again):
+        assert type(layer) is pyg.RGATConv
+        assert torch.equal(layer(x, *edges), expected)
+    close(ours.double()(x.double(), *edges).float(), expected)
+
+
+@pytest.mark.parametrize("name", ["RGCNConv", "RGATConv"])
+def test_compiled_by_torch_without_a_break(name, fresh_compiler):
+    _, ours = both(name, 8, 12, TYPES)
+    x, edges = torch.randn(NODES, 8, requires_grad=True), graph()
+    whole = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    found, expected = whole(x, *edges), ours(x, *edges)
+    close(found, expected)
+    parameters = [x, *ours.parameters()]
+    grads = [torch.autograd.grad(o.square().sum(), parameters, allow_unused=True)
+             for o in (found, expected)]  # fmt: skip
+    for a, b in zip(*grads, strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            close(a, b)
+
+
+def test_packed_features_of_a_data_set_are_decoded_as_they_are_multiplied():
+    index, kind = graph()
+    plain, ours = both("RGCNConv", 8, 12, TYPES)
+    data = Data(x=torch.randn(NODES, 8).round(), edge_index=index)
+    expected = plain(data.x, index, kind)
+    compress_features(data)
+    close(ours(data.x, index, kind), expected)
+    assert relational_calls(ours) == {"": {"": 1}}
+    assert data.x.feature.kept_whole is None, "the features were decoded as a whole"
+
+
+def test_to_hetero_and_hetero_conv_work_around_compiled_layers():
+    index, kind = graph()
+    plain, ours = both("RGCNConv", 8, 12, TYPES)
+    x = {"a": torch.randn(NODES, 8)}
+    results = [
+        gnn.HeteroConv({("a", "to", "a"): layer})(
+            x, {("a", "to", "a"): index}, edge_type_dict={("a", "to", "a"): kind}
+        )["a"]
+        for layer in (plain, ours)
+    ]
+    close(results[1], results[0])

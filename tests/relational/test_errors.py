@@ -1,0 +1,201 @@
+"""What programs, graphs and inputs must not be; each error names it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, cast
+
+import pytest
+import torch
+
+import bitslab
+import bitslab.relational as rel
+from bitslab.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    IndexRangeError,
+    ModifiedInPlaceError,
+)
+from tests.relational.oracle import random_graph
+from tests.relational.programs import arithmetic, inputs_of, rgcn
+
+EDGES = torch.tensor([[0, 1, 2], [2, 1, 0]])
+TYPES = torch.tensor([0, 1, 0])
+
+
+@pytest.mark.parametrize(
+    ("edges", "types", "nodes", "relations", "error", "message"),
+    [
+        (EDGES, TYPES, 2, 2, IndexRangeError, "edge_index[0] has 2; accepted are 0 to 1"),
+        (EDGES, TYPES, (3, 2), 2, IndexRangeError, "edge_index[1] has 2; accepted are 0 to 1"),
+        (EDGES, TYPES - 1, 3, 2, IndexRangeError, "edge_type has -1; accepted are 0 to 1"),
+        (EDGES, TYPES, 3, 1, IndexRangeError, "edge_type has 1; accepted are 0 to 0"),
+        (EDGES, TYPES[:2], 3, 2, ArgumentError, "edge_type has shape [2]; accepted is [3]"),
+        (EDGES.t(), TYPES, 3, 2, ArgumentError, "edge_index has shape [3, 2]"),
+        (EDGES.float(), TYPES, 3, 2, ArgumentTypeError, "edge_index is torch.float32"),
+        (EDGES, [0, 1, 0], 3, 2, ArgumentTypeError, "edge_type is list"),
+        (EDGES, TYPES.to("meta"), 3, 2, ArgumentTypeError, "edge_type is on meta"),
+        (EDGES, TYPES, -1, 2, ArgumentError, "num_nodes is (-1, -1)"),
+        (EDGES, TYPES, 3, -2, ArgumentError, "num_relations is -2"),
+    ],
+)
+def test_graph(edges, types, nodes, relations, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        rel.RelationalGraph(edges, types, nodes, relations)
+
+
+def branch(g, x):
+    return rel.sum_to_dst(g.src(x) if g.src(x) > 0 else g.src(x) * 2)
+
+
+def compared(g, x):
+    return rel.sum_to_dst(g.src(x) if g.src(x) == x else g.src(x) * 2)
+
+
+def torch_function(g, x):
+    return torch.sigmoid(g.src(x))
+
+
+def method(g, x):
+    return rel.sum_to_dst(g.src(x).tanh())
+
+
+def unknown_of_graph(g, x):
+    return rel.sum_to_dst(g.both(x))
+
+
+def other_types(g, x, w, t):
+    return rel.sum_to_dst(rel.typed_linear(g.src(x), w, t))
+
+
+def made_weight(g, x, w):
+    return rel.sum_to_dst(g.src(x) @ (g.src(x) @ w))
+
+
+def nothing(g, x):
+    return None
+
+
+def tensor_inside(g, x):
+    return rel.dot(g.src(x), cast(Any, [1]))
+
+
+def looped(g, x):
+    return rel.sum_to_dst(sum(g.src(x)))
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (branch, "Python branch"),
+        (compared, "Python branch"),
+        (torch_function, "torch's sigmoid"),
+        (method, "no operation 'tanh'"),
+        (unknown_of_graph, "the graph has no 'both'"),
+        (other_types, "accepted is g.edge_type"),
+        (made_weight, "a weight is an input"),
+        (nothing, "returned NoneType"),
+        (tensor_inside, "not list"),
+        (looped, "iterated"),
+    ],
+)
+def test_program_that_cannot_be_compiled(function, message):
+    with pytest.raises(rel.ProgramError, match=re.escape(message)) as caught:
+        rel.program(function)
+    if function is not nothing:
+        line = function.__code__.co_firstlineno + 1
+        assert f"{__file__}:{line}:" in str(caught.value)
+
+
+def test_program_takes_inputs_by_name():
+    with pytest.raises(rel.ProgramError, match="each by name"):
+        rel.program(lambda g, *inputs: inputs[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"x": None}, ArgumentTypeError, "input 'x' is NoneType"),
+        ({"x": torch.ones(11, 4)}, ArgumentError, "input 'x' has shape [11, 4]"),
+        ({"x": torch.ones(12, 5)}, ArgumentError, "typed_linear of rows of shape [5]"),
+        ({"weight": torch.ones(3, 4, 6)}, ArgumentError, "input 'weight' has shape [3, 4, 6]"),
+        ({"root": torch.ones(5, 6)}, ArgumentError, "@ a weight [5, 6]"),
+        ({"norm": torch.ones(6)}, ArgumentError, "shared(...)"),
+        ({"norm": torch.ones(60, 5)}, ArgumentError, "mul of rows of shapes"),
+        ({"root": torch.ones(4, 6).double()}, ArgumentTypeError, "'root' is torch.float64"),
+        ({"x": torch.ones(12, 4, dtype=torch.long)}, ArgumentTypeError, "'x' is torch.int64"),
+        ({"x": torch.ones(12, 4, device="meta")}, ArgumentTypeError, "'x' is on meta"),
+    ],
+)
+def test_input(change, error, message):
+    graph = random_graph(0, 12, 12, 60, 4)
+    inputs = inputs_of("rgcn", graph, torch.float32) | change
+    with pytest.raises(error, match=re.escape(message)):
+        rgcn.compile()(graph, *inputs.values())
+
+
+def test_number_of_inputs():
+    with pytest.raises(ArgumentError, match="1 inputs; accepted are 4: x, weight, root, norm"):
+        rgcn.compile()(random_graph(0, 12, 12, 60, 4), torch.ones(12, 4))
+
+
+def test_backend():
+    with pytest.raises(ArgumentError, match="backend is 'fast'"):
+        rgcn.compile(backend="fast")
+
+
+def test_graph_that_was_changed_in_place():
+    graph = random_graph(0, 12, 12, 60, 4)
+    inputs = inputs_of("rgcn", graph).values()
+    rgcn.compile()(graph, *inputs)
+    graph.edge_type[0] = 3 - graph.edge_type[0]
+    with pytest.raises(ModifiedInPlaceError, match="changed in place"):
+        rgcn.compile()(graph, *inputs)
+
+
+def test_plain_tensors_that_changed_in_place_have_another_graph():
+    edges, types = EDGES.clone(), TYPES.clone()
+    x, e = torch.randn(3, 4), torch.randn(3, 1)
+    compiled = arithmetic.compile()
+
+    def run():
+        return rel.run_on_edges(compiled, edges, types, (3, 3), 2, x, x, e, torch.ones(4))[0]
+
+    before = run()
+    assert torch.equal(run(), before)
+    edges[1, 0] = 1
+    graph = rel.RelationalGraph(edges.clone(), types, 3, 2)
+    assert torch.equal(run(), compiled(graph, x, x, e, torch.ones(4))[0])
+    assert not torch.equal(run(), before)
+
+
+def test_tensors_of_inference_mode_have_graphs_of_their_own():
+    with torch.inference_mode():
+        edges, types = EDGES.clone(), TYPES.clone()
+        x, e = torch.randn(3, 4), torch.randn(3, 1)
+        args = ((3, 3), 2, x, x, e, torch.ones(4))
+        before = rel.run_on_edges(arithmetic.compile(), edges, types, *args)[0]
+        edges[1, 0] = 1
+        after = rel.run_on_edges(arithmetic.compile(), edges, types, *args)[0]
+    assert not torch.equal(before, after)
+
+
+def test_second_derivatives_are_refused():
+    graph = random_graph(0, 12, 12, 60, 4)
+    inputs = [x.requires_grad_() for x in inputs_of("rgcn", graph).values()]
+    out = rgcn.compile()(graph, *inputs)
+    (g,) = torch.autograd.grad(out.square().sum(), inputs[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        g.sum().backward()
+
+
+def test_packed_input_is_decoded_on_the_cpu_only():
+    table = bitslab.CompressedTable.from_tensor(torch.ones(12, 4))
+    graph = random_graph(0, 12, 12, 60, 4)
+    inputs = inputs_of("rgcn", graph, torch.float32) | {"x": table}
+    torch.testing.assert_close(
+        rgcn.compile()(graph, *inputs.values()),
+        rgcn.compile()(graph, *(inputs | {"x": torch.ones(12, 4)}).values()),
+    )
+    with pytest.raises(ArgumentError, match="'x' is packed"):
+        arithmetic.compile()(graph, table, torch.ones(12, 4), torch.ones(60, 1), torch.ones(4))

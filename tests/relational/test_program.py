@@ -1,0 +1,225 @@
+"""Programs against the same computed edge by edge: values, gradients, each pass on and off."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import bitslab.relational as rel
+from bitslab.relational import Passes
+from tests.relational.oracle import evaluate, random_graph
+from tests.relational.programs import PROGRAMS, SAME_NODES, hgt, inputs_of, one_head, rgat, rgcn
+
+OFF = [
+    Passes(),
+    *(dataclasses.replace(Passes(), **{f.name: False}) for f in dataclasses.fields(Passes)),
+    Passes(False, False, False, False),
+]
+
+
+def values_and_gradients(outputs, inputs):
+    draw = torch.Generator().manual_seed(7)
+    leaves = list(inputs.values())
+    seeds = [torch.randn(o.shape, generator=draw, dtype=o.dtype) for o in outputs]
+    found = torch.autograd.grad(outputs, leaves, seeds, materialize_grads=True)
+    return [*outputs, *found]
+
+
+def check(name, graph, passes, backend="auto"):
+    inputs = {k: x.requires_grad_() for k, x in inputs_of(name, graph).items()}
+    expected = values_and_gradients(evaluate(PROGRAMS[name], graph, inputs), inputs)
+    outputs = PROGRAMS[name].compile(passes, backend)(graph, *inputs.values())
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    for a, b in zip(values_and_gradients(outputs, inputs), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("passes", OFF, ids=str)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_result_and_gradients_of_each_pass(name, passes, backend):
+    check(name, random_graph(0, 12, 12, 60, 4), passes, backend)
+
+
+@given(
+    name=st.sampled_from(sorted(PROGRAMS)),
+    passes=st.builds(Passes, *[st.booleans()] * 4),
+    backend=st.sampled_from(["auto", "torch"]),
+    sizes=st.tuples(*[st.integers(1, 6)] * 2, st.integers(0, 25), st.integers(1, 5)),
+    seed=st.integers(0, 1000),
+)
+def test_random_graphs(name, passes, backend, sizes, seed):
+    src, dst, edges, relations = sizes
+    graph = random_graph(seed, src, src if name in SAME_NODES else dst, edges, relations)
+    check(name, graph, passes, backend)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_generated_gradients_are_those_of_differences(name):
+    graph = random_graph(1, 5, 5, 12, 3)
+    inputs = [x.requires_grad_() for x in inputs_of(name, graph).values()]
+    compiled = PROGRAMS[name].compile()
+    assert torch.autograd.gradcheck(lambda *args: compiled(graph, *args), inputs)
+
+
+def steps_of(program, graph, name, passes=None):
+    compiled = program.compile(passes)
+    inputs = [x.requires_grad_() for x in inputs_of(name, graph).values()]
+    return compiled.plan(graph, inputs)
+
+
+def test_compact_rows_are_the_distinct_pairs():
+    graph = random_graph(2, 5, 5, 400, 3)
+    distinct = len(set(zip(graph.edge_index[0].tolist(), graph.edge_type.tolist(), strict=True)))
+    assert graph.rows("pair_src").n == distinct < 400
+    plan = steps_of(rgcn, graph, "rgcn", Passes(sides=False))
+    products = [s for s in plan.forward.order if s.op == "typed_linear"]
+    assert [s.space for s in products] == ["pair_src"]
+    plain = steps_of(rgcn, graph, "rgcn", Passes(compact=False))
+    assert [s.space for s in plain.forward.order if s.op == "typed_linear"] == ["typed_edge"]
+
+
+def test_each_relation_is_summed_first_where_that_leaves_fewer_products():
+    # Relation 0 leads from many sources to one destination, relation 1 the other way.
+    many, one = torch.arange(200), torch.zeros(200, dtype=torch.long)
+    edges = torch.stack([torch.cat([many, one]), torch.cat([one, many])])
+    graph = rel.RelationalGraph(edges, torch.arange(2).repeat_interleave(200), 200, 2)
+    plan = steps_of(rgcn, graph, "rgcn")
+    (product,) = [s for s in plan.forward.order if s.op == "typed_linear"]
+    assert product.space == "mixed:10"
+    assert graph.rows("mixed:10").n == 2
+    check("rgcn", graph, Passes())
+
+
+def test_weights_are_multiplied_first_where_that_costs_less():
+    graph = random_graph(3, 500, 500, 2000, 2)
+    plan = steps_of(rgat, graph, "rgat")
+    query = [s for s in plan.forward.order if s.op == "linear" and s.space == "relation"]
+    assert query, "q is not multiplied by the weights"
+    few = random_graph(3, 3, 3, 4, 500)
+    plan = steps_of(rgat, few, "rgat")
+    assert not [s for s in plan.forward.order if s.op == "linear" and s.space == "relation"]
+
+
+def test_the_product_of_a_dot_moves_to_the_side_with_fewer_pairs():
+    def side_of(src, dst):
+        plan = steps_of(hgt, random_graph(4, src, dst, 3000, 2), "hgt")
+        (dot,) = [s for s in plan.forward.order if s.op == "hop_dot"]
+        return {a.space for a in dot.args}
+
+    assert side_of(1000, 3) == {"src", "pair_dst"}
+    assert side_of(3, 1000) == {"pair_src", "dst"}
+
+
+def test_attention_of_one_head_is_summed_by_sides():
+    src, kinds = torch.arange(300), torch.zeros(300, dtype=torch.long)
+    graph = rel.RelationalGraph(torch.stack([src, src % 2]), kinds, 300, 1)
+    plan = steps_of(one_head, graph, "one_head")
+    spaces = {s.space for s in plan.forward.order if s.op == "typed_linear"}
+    assert "mixed:1" in spaces
+    check("one_head", graph, Passes())
+
+
+def test_weights_are_not_copied_by_edge():
+    graph = random_graph(5, 50, 50, 3000, 4)
+    for name, program in PROGRAMS.items():
+        plan = steps_of(program, graph, name)
+        assert plan.backward is not None
+        for step in [*plan.forward.order, *plan.backward.order]:
+            assert step.width < 24 or step.space in ("relation", "shared"), (name, step.op)
+
+
+def test_gradients_that_nobody_wants_are_not_computed():
+    graph = random_graph(6, 20, 20, 100, 3)
+    inputs = inputs_of("rgcn", graph)
+    inputs["root"].requires_grad_()
+    plan = rgcn.compile().plan(graph, list(inputs.values()))
+    assert plan.backward is not None
+    assert [s.op for s in plan.backward.order] == ["linear_grad"]
+    with torch.no_grad():
+        assert rgcn.compile().plan(graph, list(inputs.values())).backward is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", ["rgcn", "rgat", "hgt"])
+def test_narrow_dtypes(name, dtype):
+    graph = random_graph(8, 30, 30, 200, 3)
+    wide = inputs_of(name, graph)
+    narrow = [x.to(dtype) for x in wide.values()]
+    exact = evaluate(PROGRAMS[name], graph, {k: x.to(dtype).double() for k, x in wide.items()})[0]
+    out = PROGRAMS[name].compile()(graph, *narrow)
+    out = out[0] if isinstance(out, tuple) else out
+    assert out.dtype is dtype
+    assert (out.double() - exact).abs().max() <= 0.04 * exact.abs().max()
+
+
+def test_autocast_computes_in_its_dtype():
+    graph = random_graph(9, 20, 20, 100, 3)
+    inputs = [x.requires_grad_() for x in inputs_of("rgcn", graph, torch.float32).values()]
+    plain = rgcn.compile()(graph, *inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = rgcn.compile()(graph, *inputs)
+    assert out.dtype is torch.bfloat16
+    torch.testing.assert_close(out.float(), plain, rtol=0.05, atol=0.1)
+    out.float().sum().backward()
+    assert all(x.grad is not None and x.grad.dtype is torch.float32 for x in inputs)
+
+
+def test_sums_are_the_same_from_run_to_run():
+    graph = random_graph(10, 40, 40, 5000, 3)
+    inputs = [x.requires_grad_() for x in inputs_of("rgat", graph, torch.float32).values()]
+    runs = []
+    for _ in range(2):
+        out, attention = rgat.compile()(graph, *inputs)
+        runs.append([out, attention, *torch.autograd.grad(out.square().sum(), inputs)])
+    assert all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+def test_threads_share_a_compiled_program():
+    graph = random_graph(11, 40, 40, 3000, 3)
+    inputs = list(inputs_of("rgat", graph).values())
+    compiled, expected, wrong = rgat.compile(), rgat.compile()(graph, *inputs), []
+
+    def work():
+        for _ in range(20):
+            if not torch.equal(compiled(graph, *inputs)[0], expected[0]):
+                wrong.append(1)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert not wrong
+
+
+def test_explain_has_both_levels():
+    graph = random_graph(12, 100, 100, 3000, 2)
+    inputs = [x.requires_grad_() for x in inputs_of("rgat", graph).values()]
+    text = rgat.compile().explain(graph, *inputs)
+    for part in ("program rgat", "reordered", "forward", "backward", "GEMM", "traversal", "pair_"):
+        assert part in text
+    rows = graph.rows("pair_src").n
+    assert f"pair_src {rows} x [6], {rows * 6 * 8} B" in text
+
+
+def test_traced_by_torch_compile_as_a_whole(fresh_compiler):
+    graph = random_graph(13, 20, 20, 100, 3)
+    inputs = {k: x.requires_grad_() for k, x in inputs_of("rgat", graph, torch.float32).items()}
+    compiled = rgat.compile()
+
+    def model(x, *rest):
+        edges = (graph.edge_index, graph.edge_type, (20, 20), 3)
+        out, attention = rel.run_on_edges(compiled, *edges, x.tanh(), *rest)
+        return out.relu(), attention
+
+    whole = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = values_and_gradients(whole(*inputs.values()), inputs)
+    expected = values_and_gradients(model(*inputs.values()), inputs)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
