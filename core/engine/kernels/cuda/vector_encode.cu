@@ -24,93 +24,7 @@
 #define CODE_MASK_16 0xffffu
 #define NO_CODE_BITS 0x8000u  // those of NO_CODE
 
-// What is known of a chunk so far.
-struct Draft {
-  u32 range_parts;   // blocks that have found a range
-  u32 step;          // bits of a float32, 0: there is none
-  int least, largest;
-  u32 outliers;
-  u32 counted, measured;  // blocks that are done
-  u32 references, index_bits, distinct, reference_words;
-  u32 coding, code_bits, symbols;
-  u32 raw;
-  u32 unused;
-  u64 row_words;     // of the distinct rows' section
-  i64 bytes;         // of the body
-};
-
-__device__ __forceinline__ u32* codes_of(const Chunk& chunk) { return (u32*)chunk.tables; }
-__device__ __forceinline__ u32* counts_of(const Chunk& chunk) { return codes_of(chunk) + MOST_SYMBOLS; }
-__device__ __forceinline__ u32* ranges_of(const Chunk& chunk) { return codes_of(chunk) + 2 * MOST_SYMBOLS; }
-__device__ __forceinline__ u32 slots_for(i64 rows) {
-  u32 slots = 2;
-  while (slots < 2 * rows) slots *= 2;
-  return slots;
-}
-// The bits of numbers up to n.
-__device__ __forceinline__ u32 bits_for(u32 n) { return n ? 32 - __clz((int)n) : 0; }
-
-// Whether elements have codes: most of them are within the bound of one.
-__device__ __forceinline__ bool is_coded(const Chunk& chunk, const Draft& draft) {
-#if HAS_CODES
-  const i64 elements = chunk.rows * chunk.row;
-  return draft.step != 0 && draft.least <= draft.largest &&
-         (i64)draft.outliers * (4 + CHUNK_BYTES) < elements * CHUNK_BYTES;
-#else
-  return false;
-#endif
-}
-
-#if HAS_CODES
-__device__ __forceinline__ double widened(float x) {
-#ifdef SIMT_HOST
-  return x;
-#else
-  double wide;
-  asm("cvt.f64.f32 %0, %1;" : "=d"(wide) : "f"(x));
-  return wide;
-#endif
-}
-// Floats in the order of unsigned numbers.
-__device__ __forceinline__ u32 ordered(float x) {
-  const u32 bits = __float_as_uint(x);
-  return bits >> 31 ? ~bits : bits | 0x80000000u;
-}
-__device__ __forceinline__ double unordered(u32 key) {
-  return widened(__uint_as_float(key >> 31 ? key & 0x7fffffff : ~key));
-}
-// Load numbers that lie `stride` apart, 0 behind the last one.
-__device__ __forceinline__ void load_numbers(const Chunk& chunk, i64 first, i64 stride, i64 count,
-                                             stored_t (&bits)[AT_ONCE]) {
-#pragma unroll
-  for (int j = 0; j < AT_ONCE; ++j) {
-    const i64 k = first + j * stride;
-    bits[j] = k < count ? ((const stored_t*)chunk.values)[k] : 0;
-  }
-}
-// The bound of a chunk; called by a whole warp.
-__device__ double bound_of(const Chunk& chunk, const Draft* draft) {
-  const double given = *(const double*)&chunk.bound;
-  if (!(chunk.flags & FLAG_RELATIVE)) return given;
-  u32 least = FULL, largest = 0;
-  for (u32 part = threadIdx.x & 31; part < draft->range_parts; part += 32) {
-    least = min(least, ranges_of(chunk)[2 * part]);
-    largest = max(largest, ranges_of(chunk)[2 * part + 1]);
-  }
-  least = __reduce_min_sync(FULL, least);
-  largest = __reduce_max_sync(FULL, largest);
-  if (least > largest) return 0;
-  const double low = unordered(least), high = unordered(largest);
-  return high > low ? given * (high - low) : 0;
-}
-// The step of codes whose values are within a bound, 0 where float32 has none.
-__device__ __forceinline__ float step_of(double bound) {
-  const double wanted = 2 * bound * STEP_SHARE;
-  if (!(wanted <= MOST_WANTED)) return 0;
-  const float step = (float)wanted;
-  return step >= LEAST_STEP ? step : 0;
-}
-#endif
+#include "vector_draft.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     begin_chunks(const Chunk* chunks, int count, Chunk* described, i64 data, i64 data_bytes, i64 values, i64 rows,
@@ -224,33 +138,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) quantise_rows(const Chunk*
 #endif
 }
 
-// What rows are compared by: codes, two at once where a row has an even number, or the bits of numbers.
-struct Rows {
-  const short* codes;  // null: numbers
-  const stored_t* numbers;
-  i64 units;           // of a row
-  bool paired;
-  __device__ __forceinline__ u64 unit(i64 row, i64 at) const {
-    if (codes == nullptr) return numbers[row * units + at];
-    return paired ? ((const u32*)codes)[row * units + at] : (unsigned short)codes[row * units + at];
-  }
-  // Whether a unit has no code.
-  __device__ __forceinline__ bool outlies(u64 unit) const {
-    if (codes == nullptr) return false;
-    return (unit & CODE_MASK_16) == NO_CODE_BITS || (paired && unit >> 16 == NO_CODE_BITS);
-  }
-};
-__device__ __forceinline__ Rows rows_of(const Chunk& chunk, const Draft& draft) {
-  const bool coded = is_coded(chunk, draft), paired = coded && chunk.row % 2 == 0;
-  return Rows{coded ? (const short*)chunk.symbols : nullptr, (const stored_t*)chunk.values,
-              paired ? chunk.row / 2 : chunk.row * parts_of(chunk), paired};
-}
-__device__ __forceinline__ u32 mixed(u64 unit, i64 at) {
-  u32 x = (u32)unit * 0x9E3779B1u ^ (u32)(unit >> 32) * 0x85EBCA77u ^ ((u32)at + 1) * 0xC2B2AE3Du;
-  x ^= x >> 15;
-  x *= 0x27D4EB2Fu;
-  return x ^ x >> 13;
-}
+#include "vector_rows.cuh"
+
 // Whether references are looked for.
 __device__ __forceinline__ bool refers(const Chunk& chunk) { return chunk.flags & FLAG_REFERENCES && chunk.rows > 1; }
 
@@ -318,105 +207,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 3) find_rows(const Chunk* 
   }
 }
 
-// The words of a book and a stream, about: pieces end with a word.
-__device__ __forceinline__ u64 words_about(i64 symbols, i64 codes, u64 bits) {
-  return field_words(symbols, LENGTH_BITS) + size_words(codes) + (bits + 16 * pieces_of(codes) + 31) / 32;
-}
-
-// Write the lengths of a book, by all threads of a block.
-__device__ __forceinline__ void write_lengths(const u32* table, int symbols, u32* out) {
-  for (int word = threadIdx.x; word < field_words(symbols, LENGTH_BITS); word += blockDim.x) {
-    u32 found = 0;
-    for (int k = 0; k < 8; ++k)
-      if (8 * word + k < symbols) found |= (table[8 * word + k] >> 16) << 4 * k;
-    out[word] = found;
-  }
-}
-
-// Words of a piece that a warp makes.
-struct Piece {
-  unsigned short symbols[PIECE_CODES + PIECE_CODES / 16];  // those of a lane begin in a bank of its own
-  u32 words[PIECE_CODES / 2];
-};
-__device__ __forceinline__ int staged(int k) { return k + k / LANE_CODES * 2; }
-
-// Put `count` staged symbols into words; `width`: bits of each, 0: as the table says. Return how many words.
-__device__ __forceinline__ u32 fill_piece(Piece& piece, const u32* table, int count, int width) {
-  const int lane = threadIdx.x & 31;
-  const int first = lane * LANE_CODES, last = min(count, first + LANE_CODES);
-  __syncwarp();
-  u32 bits = 0;
-  for (int k = first; k < last; ++k) bits += width ? width : table[piece.symbols[staged(k)]] >> 16;
-  const u32 up_to_me = (u32)inclusive_scan((int)bits, lane);
-  const u32 words = (__shfl_sync(FULL, up_to_me, 31) + 31) / 32;
-  for (u32 k = lane; k < words; k += 32) piece.words[k] = 0;
-  __syncwarp();
-  u32 word = (up_to_me - bits) >> 5, held_bits = (up_to_me - bits) & 31;
-  u64 held = 0;
-  for (int k = first; k < last; ++k) {
-    const u32 symbol = piece.symbols[staged(k)], entry = width ? symbol : table[symbol];
-    held |= (u64)(entry & CODE_MASK_16) << held_bits;
-    held_bits += width ? width : entry >> 16;
-    if (held_bits >= 32) {
-      atomicOr(&piece.words[word++], (u32)held);
-      held >>= 32;
-      held_bits -= 32;
-    }
-  }
-  if (held) atomicOr(&piece.words[word], (u32)held);
-  __syncwarp();
-  return words;
-}
-
-// Write references of a Huffman code, by a block of ROW_THREADS; return their words.
-__device__ u32 write_coded(const Chunk& chunk, const u32* places, const u32* table, int symbols, Piece* pieces,
-                           u32* sums) {
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  u32* const out = (u32*)chunk.references;
-  write_lengths(table, symbols, out);
-  unsigned short* const sizes = (unsigned short*)(out + field_words(symbols, LENGTH_BITS));
-  u32* const words = (u32*)sizes + size_words(chunk.rows);
-  if (threadIdx.x == 0) words[-1] = 0;  // what no size fills
-  __syncthreads();
-  u32 before = 0;
-  for (i64 first = 0; first < pieces_of(chunk.rows); first += PIECE_WARPS) {
-    const i64 piece = first + warp;
-    const i64 begin = piece * PIECE_CODES;
-    const int count = warp >= PIECE_WARPS || begin >= chunk.rows ? 0 : (int)min((i64)PIECE_CODES, chunk.rows - begin);
-    u32 bits = 0;
-    for (int k = lane; k < count; k += 32) bits += table[places[begin + k]] >> 16;
-    const u32 size = (__reduce_add_sync(FULL, bits) + 31) / 32;
-    u32 total;
-    const u32 at = before + sum_before<ROW_THREADS / 32>(lane == 0 ? size : 0, sums, total);
-    const u32 start = __shfl_sync(FULL, at, 0);
-    if (lane == 0 && count) sizes[piece] = (unsigned short)size;
-    before += total;
-    if (count == 0) continue;
-    for (int k = lane; k < count; k += 32) pieces[warp].symbols[staged(k)] = (unsigned short)places[begin + k];
-    fill_piece(pieces[warp], table, count, 0);
-    for (u32 k = lane; k < size; k += 32) words[start + k] = pieces[warp].words[k];
-    __syncwarp();
-  }
-  return (u32)(words - out) + before;
-}
-
-// The distance back to the nearest equal row of a window, 0: there is none. Called by a whole warp.
-__device__ u32 distance_back(const Rows& rows, const u32* hashes, i64 i, i64 window) {
-  const int lane = threadIdx.x & 31;
-  const u32 hash = hashes[i];
-  if (hash == MARKED) return 0;
-  for (i64 back = 1; back <= window && back <= i; back += 32) {
-    const i64 apart = back + lane;
-    u32 alike = __ballot_sync(FULL, apart <= window && apart <= i && hashes[apart <= i ? i - apart : 0] == hash);
-    for (; alike; alike &= alike - 1) {
-      const i64 other = i - back - (__ffs((int)alike) - 1);
-      bool differs = false;
-      for (i64 k = lane; k < rows.units; k += 32) differs = differs || rows.unit(i, k) != rows.unit(other, k);
-      if (!__any_sync(FULL, differs)) return (u32)(i - other);
-    }
-  }
-  return 0;
-}
+#include "vector_pieces.cuh"
 
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) number_rows(const Chunk* chunks, int count) {
   __shared__ __align__(16) u8 shared[PIECE_WARPS * sizeof(Piece)];
@@ -555,53 +346,6 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) number_rows(const C
   }
 }
 
-// Numbers of the distinct rows by their place among them.
-struct Kept {
-  const u32* literals;  // null: every row is one
-  const short* codes;   // null: numbers
-  const stored_t* numbers;
-  u32 row, least;
-  i64 count;
-  __device__ __forceinline__ i64 source(i64 place) const {
-    if (literals == nullptr) return place;
-    const u32 distinct = (u32)place / row;
-    return (i64)literals[distinct] * row + ((u32)place - distinct * row);
-  }
-  __device__ __forceinline__ u32 symbol(i64 place) const {
-    const i64 at = source(place);
-    if (codes == nullptr) return (u32)(numbers[at] >> (CHUNK_BITS - 8));
-    const int code = codes[at];
-    return code == NO_CODE ? 0 : (u32)(code - (int)least);
-  }
-};
-__device__ __forceinline__ Kept kept_of(const Chunk& chunk, const Draft& draft) {
-  const i64 row = chunk.row * parts_of(chunk);
-  return Kept{draft.references == REFERENCES_NONE ? nullptr : (const u32*)chunk.ranks,
-              is_coded(chunk, draft) ? (const short*)chunk.symbols : nullptr,
-              (const stored_t*)chunk.values,
-              (u32)row,
-              (u32)draft.least,
-              (i64)draft.distinct * row};
-}
-// The symbols of the distinct rows' code, 0: too many for one.
-__device__ __forceinline__ int symbols_of(const Chunk& chunk, const Draft& draft) {
-  if (!is_coded(chunk, draft)) return BYTE_SYMBOLS;
-  const int symbols = draft.largest - draft.least + 1;
-  return symbols <= MOST_SYMBOLS ? symbols : 0;
-}
-
-// Whether this block is the last of a chunk's to come here; what the others wrote before is then there.
-__device__ __forceinline__ bool is_last(u32* done, u32* shared) {
-  __threadfence();
-  __syncthreads();
-  if (threadIdx.x == 0) *shared = atomicAdd(done, 1u) == gridDim.x - 1;
-  __syncthreads();
-  const bool last = *shared;
-  __threadfence();
-  __syncthreads();
-  return last;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS) count_codes(const Chunk* chunks, int count) {
   __shared__ __align__(16) u8 shared[sizeof(BookMaking)];
   __shared__ u32 counts[MOST_SYMBOLS];
@@ -650,21 +394,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) count_codes(const Chunk* c
     }
     __syncthreads();
   }
-}
-
-// Sum up what stands in `sizes`, so that each is the sum of those before it; the sum of all comes last.
-__device__ __forceinline__ u32 sum_up(u32* sizes, i64 n, u32* sums) {
-  u32 before = 0;
-  for (i64 first = 0; first < n; first += THREADS) {
-    const i64 k = first + threadIdx.x;
-    const u32 size = k < n ? *(volatile u32*)(sizes + k) : 0;
-    u32 total;
-    const u32 found = before + sum_before<WARPS>(size, sums, total);
-    if (k < n) sizes[k] = found;
-    before += total;
-  }
-  if (threadIdx.x == 0) sizes[n] = before;
-  return before;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) measure_pieces(const Chunk* chunks, int count) {
@@ -741,21 +470,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     before += total;
   }
   if (threadIdx.x == 0) offsets[count] = (i64)before * ALIGN_BYTES;
-}
-
-// Write numbers, and zeros up to a word; by all blocks of a chunk.
-__device__ __forceinline__ void write_numbers(const Kept& kept, u8* out, i64 me, i64 stride) {
-  for (i64 k = me; k < kept.count; k += stride) {
-    const stored_t number = kept.numbers[kept.source(k)];
-#if CHUNK_BYTES == 8
-    ((u32*)out)[2 * k] = (u32)number;
-    ((u32*)out)[2 * k + 1] = (u32)(number >> 32);
-#else
-    ((stored_t*)out)[k] = number;
-#endif
-  }
-  if (me == 0)
-    for (i64 k = kept.count * CHUNK_BYTES; k % 4; ++k) out[k] = 0;
 }
 
 // Without `out`, each body goes to its chunk's buffer, behind a header.
