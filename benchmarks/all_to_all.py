@@ -177,8 +177,8 @@ def cpu() -> dict[str, Table]:
 #: Bounds of classes and the global one, as shares of the range (section IV-B of the paper).
 CLASS_BOUNDS = {"large": 0.05, "medium": 0.03, "small": 0.01}
 GLOBAL_BOUND = 0.02
-#: Of the initial phase of a schedule, at which sizes are measured.
-DECAY_POINTS = 10
+#: Of the initial phase of a schedule, at which sizes are measured: two in each step.
+DECAY_POINTS = 20
 SCHEDULES = {"linear": linear, "logarithmic": logarithmic, "stepwise": stepwise, "drop": drop}
 
 

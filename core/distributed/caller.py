@@ -241,8 +241,9 @@ class Caller:
             _deliver(self.faults, group, table)
             table.repeats = None
             table.places = [None] * group.size()
-            counters.raw_bytes += table.raw_bytes(dist.get_rank(group))
-            counters.moved_bytes += table.raw_bytes(dist.get_rank(group))
+            table.moved_bytes = table.raw_bytes(dist.get_rank(group))
+            counters.raw_bytes += table.moved_bytes
+            counters.moved_bytes += table.moved_bytes
         counters.payload_s += time.perf_counter() - started
         counters.plain_calls += 1
 

@@ -73,6 +73,12 @@ def tables(rank: int, ranks: int) -> dict[str, Any]:
         moved = sum(t["moved_bytes"] for t in stats["tables"].values())
         seen[f"moved in {pieces}"] = 0 < moved < stats["forward"]["moved_bytes"]
         seen[f"calls in {pieces}"] = stats["forward"]["calls"] == 1
+    plain = CompressedAllToAll(tables=TABLES, codec="raw")
+    found = plain.exchange_tables(inputs, receive, send)
+    seen["equal raw"] = all(torch.equal(found[name], t) for name, t in expected.items())
+    seen["all moved raw"] = all(
+        t["moved_bytes"] == t["raw_bytes"] for t in plain.stats()["tables"].values()
+    )
     send["users"] = [n + (to == 1 and rank == 0) for to, n in enumerate(send["users"])]
     inputs["users"] = rows_of(TABLES[0], sum(send["users"]), 1)
     seen["error"] = error_of(lambda: exchange.exchange_tables(inputs, receive, send))
