@@ -14,6 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 ARGS ?=
 DEMO ?= inspect_and_compress feature_gather train_graphsage_dgl train_graphsage_pyg train_dlrm \
+	train_dlrm_distributed \
 	serve_dlrm generate_offloaded long_context train_cnn_swapped train_offloaded
 BENCH ?= codec gather gnn embedding llm kvcomp
 

@@ -191,7 +191,7 @@ def compress_communication(
     for name, module in modules.items():
         for place, (kind, sharding) in enumerate(_shardings(module)):
             key = f"{name}.{kind}" if name else kind
-            plain = module._output_dists[place]
+            plain = _dists(module)[place]
             why = _why_left(module, plain, sharding)
             if why:
                 report.left[key] = why
@@ -212,7 +212,7 @@ def compress_communication(
         if isinstance(other, ShardedModule) and not isinstance(other, COLLECTIONS):
             report.left[name] = f"is a {type(other).__name__}, which is not known"
     for module, place, compressed in made:
-        module._output_dists[place] = compressed
+        _dists(module)[place] = compressed
         if row_ids:
             compressed.watch(module._lookups[place])
     return report
@@ -240,10 +240,11 @@ def restore_communication(model: torch.nn.Module) -> list[str]:
     """
     restored = []
     for name, module in _sharded(model):
-        for place, found in enumerate(module._output_dists):
+        dists = _dists(module)
+        for place, found in enumerate(dists):
             if isinstance(found, CompressedDist):
                 found.unwatch()
-                module._output_dists[place] = found.plain
+                dists[place] = found.plain
                 restored.append(name)
     return list(dict.fromkeys(restored))
 
@@ -260,6 +261,12 @@ def _sharded(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in _inner(model).named_modules():
         if isinstance(module, COLLECTIONS):
             yield name, module
+
+
+def _dists(module: Any) -> list[torch.nn.Module]:
+    """Return the output dists of a collection: its own list, which may be changed."""
+    dists: list[torch.nn.Module] = module._output_dists
+    return dists
 
 
 def _shardings(module: Any) -> list[tuple[str, Any]]:
@@ -322,7 +329,7 @@ def _why_left(module: Any, plain: Any, sharding: Any) -> str:
         return LEFT.get(
             type(plain), f"its output dist is a {type(plain).__name__}, not a known one"
         )
-    if dist.get_world_size(sharding._pg) == 1:
+    if _group(sharding).size() == 1:
         return "there is one rank: no rows are sent"
     device = getattr(module._device, "type", "cpu")
     if device not in VectorLzCodec.device_types:
@@ -333,7 +340,7 @@ def _why_left(module: Any, plain: Any, sharding: Any) -> str:
 
 def _compressed(plain: Any, sharding: Any, bound_of: Callable[[str], Bound]) -> CompressedDist:
     """Return what takes the place of an output dist."""
-    group, columns = sharding._pg, columns_of(sharding)
+    group, columns = _group(sharding), columns_of(sharding)
     kind = REPLACED[type(plain)]
     messages: list[Message]
     if kind is CompressedSequenceDist:
@@ -342,6 +349,12 @@ def _compressed(plain: Any, sharding: Any, bound_of: Callable[[str], Bound]) -> 
         ranks = group.size() if kind is CompressedReduceScatterDist else 1
         messages = messages_of(columns, group, lambda table: _share(bound_of(table), ranks))
     return kind(plain, group, columns, messages)
+
+
+def _group(sharding: Any) -> dist.ProcessGroup:
+    """Return the ranks of a sharding."""
+    group: dist.ProcessGroup = sharding._pg
+    return group
 
 
 def _one_message(
