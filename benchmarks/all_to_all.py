@@ -2,6 +2,9 @@
 
 python benchmarks/all_to_all.py                 # sizes and rates on this machine's processors
 python benchmarks/all_to_all.py --only ratio    # sizes alone
+python benchmarks/all_to_all.py --only bounds   # by class and by decay function
+python benchmarks/all_to_all.py --only links    # whole exchanges between two ranks
+python benchmarks/all_to_all.py --only gpu      # rates of all messages of a step on a GPU
 
 Data is looked for in the folder $BITSLAB_DATA, or shared/data next to the repo, below recsys/.
 """
@@ -18,15 +21,16 @@ from typing import Any
 import numpy as np
 import torch
 import zstandard
+from all_to_all_gpu import gpu
 from codec_ratio import find
 from timing import print_tables
 
+from bitslab.distributed import AdaptiveBound, drop, linear, logarithmic, stepwise
+from bitslab.distributed.wire import DESCRIPTOR_BYTES
 from bitslab.engine.codecs import BlobCodec, BoundedVectorCodec, VectorLzCodec
 from bitslab.engine.codecs.blob import HEADER_BYTES
 
 DESTINATIONS = (1, 8, 32)
-#: Bytes of the descriptor of a message.
-DESCRIPTOR_BYTES = 24
 RELATIVE = 0.03
 WINDOWS = (32, 64, 128, 255, None)
 #: By payload: the least ratios within a bound, and of every bit, to 1, 8 and 32 destinations.
@@ -170,12 +174,64 @@ def cpu() -> dict[str, Table]:
     return {f"Rates of {torch.get_num_threads()} threads": table}
 
 
-PARTS: dict[str, Callable[[], dict[str, Table]]] = {"ratio": ratio, "cpu": cpu}
+#: Bounds of classes and the global one, as shares of the range (section IV-B of the paper).
+CLASS_BOUNDS = {"large": 0.05, "medium": 0.03, "small": 0.01}
+GLOBAL_BOUND = 0.02
+#: Of the initial phase of a schedule, at which sizes are measured.
+DECAY_POINTS = 10
+SCHEDULES = {"linear": linear, "logarithmic": logarithmic, "stepwise": stepwise, "drop": drop}
+
+
+def bounds() -> dict[str, Table]:
+    """Return ratios by class beside one bound for all, and over schedules (figures 9 and 10)."""
+    classes: Table = []
+    decay: Table = []
+    adaptive = AdaptiveBound()
+    for name, rows in payloads().items():
+        index, kind = adaptive.classify(rows)
+
+        def ratio_at(share: float, rows: torch.Tensor = rows) -> float:
+            codec = BoundedVectorCodec(share, relative=True)
+            return rows.nbytes / (message_bytes(codec, rows, 1) + DESCRIPTOR_BYTES)
+
+        by_class = {f"{kind} {bound}": ratio_at(bound) for kind, bound in CLASS_BOUNDS.items()}
+        own = ratio_at(CLASS_BOUNDS[kind])
+        classes.append(
+            {"payload": name, "index": index, "class": kind}
+            | by_class
+            | {f"global {GLOBAL_BOUND}": ratio_at(GLOBAL_BOUND), "by class": own}
+        )
+        line: dict[str, Any] = {"payload": name, "constant": own}
+        for schedule, make in SCHEDULES.items():
+            factor = make(DECAY_POINTS)
+            seen = [ratio_at(CLASS_BOUNDS[kind] * factor(i)) for i in range(DECAY_POINTS)]
+            line[schedule] = len(seen) / sum(1 / ratio for ratio in seen)
+        decay.append(line)
+    return {
+        "By class and with one bound for all, one destination": classes,
+        "Over the initial phase from twice the bound, by decay function, one destination": decay,
+    }
+
+
+def links() -> dict[str, Table]:
+    """Return whole exchanges between two ranks."""
+    from all_to_all_links import links as between_ranks
+
+    return between_ranks()
+
+
+PARTS: dict[str, Callable[[], dict[str, Table]]] = {
+    "ratio": ratio,
+    "cpu": cpu,
+    "bounds": bounds,
+    "gpu": gpu,
+    "links": links,
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
+    parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=("ratio", "cpu"))
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--out", type=Path, help="file to write to as well")
     options = parser.parse_args()

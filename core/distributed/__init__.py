@@ -7,6 +7,7 @@ CPU that cross by gloo; tensors on a GPU go to torch's own collective.
 
 from .autograd import CompressedAllToAll
 from .bounds import (
+    AdaptiveBound,
     ErrorBound,
     bound_classes,
     constant,
@@ -17,12 +18,15 @@ from .bounds import (
     stepwise,
 )
 from .collective import all_to_all_single
-from .exchange import ExchangeError
+from .faults import ExchangeError
+from .plan import Table
 
 __all__ = [
+    "AdaptiveBound",
     "CompressedAllToAll",
     "ErrorBound",
     "ExchangeError",
+    "Table",
     "all_to_all_single",
     "bound_classes",
     "constant",

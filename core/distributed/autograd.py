@@ -10,30 +10,77 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..dtypes import dense
 from ..engine.codecs import check_tensor_argument
-from ..engine.codecs.base import check_indices_argument, rows_as_bytes
+from ..engine.codecs.base import check_indices_argument, check_integer
+from ..engine.kernels.vector_format import KINDS
 from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError
 from .bounds import ErrorBound, checked_bound
-from .collective import check_dtype, checked_group, cut_rows, exchange_rows, row_of
-from .exchange import Counters, ExchangeError
-from .messages import Array, Repeats
+from .caller import Caller, checked_codec
+from .collective import (
+    check_dtype,
+    checked_group,
+    cut_rows,
+    refuse_capture,
+    repeats_of,
+    row_of,
+)
+from .exchange import Rows
+from .messages import Array
+from .parts import Part, spread_to_copies, sums_of
+from .plan import Bound, Table, TableState, either_bound, states_of
+from .rounding import ErrorFeedback, round_stochastically
 
-_STATE = {"version", "iteration"}
+FORWARD, BACKWARD = 0, 1
+VERSION = 2
 
 
 class CompressedAllToAll:
-    """An all-to-all of rows that autograd knows: gradients go back compressed, of every bit.
+    """An all-to-all of rows that autograd knows: gradients go back compressed, too.
 
-    Tensors on the CPU cross by gloo. Those on a GPU are given to torch's own collective, there and
-    back, and counted in `stats` as ``plain_calls``.
+    Tensors on the CPU cross by gloo. Those on a GPU are coded there and cross by NCCL, on a stream
+    and a communicator of their own; a relative bound is then a share of the range of the rows for
+    each rank, gradients keep every bit, and neither `row_ids` nor pieces are used. Calls that
+    torch's own collective served are counted in `stats` as ``plain_calls``.
 
     Parameters
     ----------
     group : ProcessGroup, optional
         All ranks when left out.
-    error_bound : float or ErrorBound, optional
-        Of what is sent forward, as for `all_to_all_single`. The gradient passes as if nothing had
-        been rounded. Its schedule counts calls with gradients enabled.
+    tables : sequence of Table, optional
+        The tables whose rows `exchange_tables` carries, the same ones in the same order on all
+        ranks: each has its bound, its class and its way to write rows. Left out: one exchange is of
+        one tensor.
+    error_bound : float, ErrorBound, AdaptiveBound or "adaptive", optional
+        Of what is sent forward: a number as a share of the range of the rows that a rank sends of a
+        table; ``"adaptive"``: `AdaptiveBound` with the paper's figures. Every bit is kept when left
+        out. The gradient passes as if nothing had been rounded. Schedules count forward calls with
+        gradients enabled.
+    backward : "lossless", float or ErrorBound
+        Of gradients. Within a bound they are rounded stochastically: of two multiples of a step the
+        nearer one is taken the more often, so that the mean remains, and the error is below two
+        bounds. What is drawn depends on `seed`, the rank, the table and the number of the call
+        alone.
+    error_feedback : int
+        Rows of each table of which what rounding took from their gradients is kept, by their id,
+        and added the next time; those that were met longest ago go first. 0: none. Only with a
+        bound of gradients; calls then need `received_ids`.
+    codec : str
+        As for `all_to_all_single`, decided for each way of its own and for each table; the ranks'
+        tables need not be written alike.
+    pieces : int
+        Each table's rows for a rank are cut into so many pieces, and one is encoded while another
+        crosses; with ``codec="auto"`` where that takes less time, as measured.
+    seed : int
+        Of what is drawn.
+    decide_every : int
+        Calls from one decision of ``codec="auto"`` to the next; the first is the ninth one, or that
+        behind so many. The same on all ranks.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        When an argument is not as above.
 
     Notes
     -----
@@ -42,24 +89,52 @@ class CompressedAllToAll:
 
     Examples
     --------
-    >>> from bitslab.distributed import CompressedAllToAll, ErrorBound, stepwise
-    >>> bound = ErrorBound(0.02, schedule=stepwise(1000))
-    >>> exchange = CompressedAllToAll(error_bound=bound)
-    >>> exchange.state_dict()["iteration"]
-    0
+    >>> from bitslab.distributed import CompressedAllToAll, Table
+    >>> tables = [Table("users", 64), Table("items", 32, error_bound=0.02)]
+    >>> exchange = CompressedAllToAll(tables=tables, error_bound="adaptive", backward=0.01)
+    >>> exchange.stats()["tables"]["items"]["error_bound"]
+    0.02
     """
 
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
+        tables: Sequence[Table] | None = None,
         *,
-        error_bound: float | ErrorBound | None = None,
+        error_bound: Bound = None,
+        backward: str | float | ErrorBound = "lossless",
+        error_feedback: int = 0,
+        codec: str = "auto",
+        pieces: int = 1,
+        seed: int = 0,
+        decide_every: int = 64,
     ) -> None:
         self.group = group
-        self.error_bound = checked_bound(error_bound)
+        self.error_bound = either_bound(error_bound)
+        if isinstance(backward, str) and backward != "lossless":
+            raise ArgumentError(
+                f"backward: {backward!r:.60}, accepted are 'lossless', numbers and ErrorBound"
+            )
+        self.backward_bound = None if isinstance(backward, str) else checked_bound(backward)
+        check_integer("error_feedback", error_feedback, range(1 << 31))
+        if error_feedback and self.backward_bound is None:
+            raise ArgumentError(
+                "error_feedback: given with backward='lossless', which loses nothing"
+            )
+        check_integer("pieces", pieces, range(1, 1025))
+        check_integer("seed", seed, range(1 << 63))
+        check_integer("decide_every", decide_every, range(1, 1 << 31))
+        if checked_codec(codec) == "raw" and (self.error_bound or self.backward_bound):
+            raise ArgumentError(
+                "error_bound, backward: a bound with codec='raw', which loses nothing"
+            )
         self.iteration = 0
-        self._forward, self._backward = Counters(), Counters()
-        self._failed: str | None = None
+        self._planned = tables is not None
+        self._states = states_of(tables, self.error_bound)
+        self._feedback_rows, self._pieces, self._seed = error_feedback, pieces, seed
+        self._feedback: dict[str, ErrorFeedback] = {}
+        self._caller = Caller(codec=codec, lasting=True, ways=2, pieces=pieces, every=decide_every)
+        self._backward_calls = 0
         self._entered = threading.Lock()
 
     def __call__(
@@ -69,6 +144,7 @@ class CompressedAllToAll:
         input_split_sizes: Sequence[int] | None = None,
         *,
         row_ids: torch.Tensor | None = None,
+        received_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return what the ranks sent to this one.
 
@@ -83,7 +159,9 @@ class CompressedAllToAll:
             than once. Each crosses once for each rank, and the gradient that comes back for it is
             the sum of those of its copies, given to the first one; the others get 0. What reaches
             the row of the table is the same but for the order of additions. Rows that are only
-            equal, or made equal by a bound, are not summed.
+            equal, or made equal by a bound, are not summed. Not with pieces.
+        received_ids : torch.Tensor, optional
+            Integers ``[M]`` on the CPU, for `error_feedback`: the ids of the rows that come.
 
         Returns
         -------
@@ -95,183 +173,400 @@ class CompressedAllToAll:
         ArgumentError, ArgumentTypeError
             When an argument is not as above, before anything is sent.
         ExchangeError
-            When a rank fails or ranks disagree, and in every later call.
+            When a rank fails or ranks disagree, and in every later call. Ranks that agreed with all
+            others raise in their next call.
         """
+        if self._planned:
+            raise ArgumentError("input: one tensor, tables were planned; call exchange_tables")
         group = checked_group(self.group)
         check_tensor_argument("input", input)
         if input.dim() < 1:
             raise ArgumentError("input: 0 dimensions, expected [N, ...]")
-        rows = input.shape[0]
-        if input_split_sizes is None and rows % group.size():
-            raise ArgumentError(f"input: {rows} rows for {group.size()} ranks")
-        equal = [rows // group.size()] * group.size()
-        received = equal if output_split_sizes is None else list(map(int, output_split_sizes))
-        given = equal if input_split_sizes is None else list(map(int, input_split_sizes))
-        if min(received, default=0) < 0 or len(received) != group.size():
-            raise ArgumentError(
-                f"output_split_sizes: {received}, expected a size from 0 for each of "
-                f"{group.size()} ranks"
+        part = self._part(
+            self._states[""],
+            "input",
+            input,
+            output_split_sizes,
+            input_split_sizes,
+            group,
+            row_ids,
+            received_ids,
+        )
+        (found,) = self._apply(group, [part], [input])
+        return found
+
+    def exchange_tables(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        output_split_sizes: Mapping[str, Sequence[int]],
+        input_split_sizes: Mapping[str, Sequence[int]],
+        *,
+        row_ids: Mapping[str, torch.Tensor] | None = None,
+        received_ids: Mapping[str, torch.Tensor] | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Exchange the rows of all tables at once; return those that came, by table.
+
+        Parameters
+        ----------
+        inputs : mapping of str to torch.Tensor
+            By table ``[N, row_elements]``, all on one device: rows for each rank, rank after rank.
+            A table of which this rank has no rows is left out.
+        output_split_sizes, input_split_sizes : mapping of str to sequence of int
+            By table, rows of and for each rank. Left out: none, except that a table with an input
+            needs its sizes.
+        row_ids, received_ids : mapping of str to torch.Tensor, optional
+            By table, as for one tensor.
+
+        Returns
+        -------
+        dict of str to torch.Tensor
+            ``[M, row_elements]`` of each table of which rows came, in the order of the tables.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            When an argument is not as above, before anything is sent.
+        ExchangeError
+            As for one tensor.
+        """
+        if not self._planned:
+            raise ArgumentError("inputs: tables, none were planned; give tables=")
+        group = checked_group(self.group)
+        for argument, given in (
+            ("inputs", inputs),
+            ("output_split_sizes", output_split_sizes),
+            ("input_split_sizes", input_split_sizes),
+            ("row_ids", row_ids or {}),
+            ("received_ids", received_ids or {}),
+        ):
+            self._check_names(argument, given)
+        none = [0] * group.size()
+        parts, tensors = [], []
+        device = self._device_of(inputs, group)
+        for name, state in self._states.items():
+            table = state.table
+            assert table is not None  # planned
+            nothing = torch.empty(0, table.row_elements, dtype=table.dtype, device=device)
+            t = inputs.get(name, nothing)
+            check_tensor_argument(f"inputs: {name}", t)
+            if t.dim() != 2 or t.shape[1] != table.row_elements:
+                raise ArgumentError(
+                    f"inputs: {name}: {list(t.shape)}, expected [N, {table.row_elements}]"
+                )
+            if t.dtype != table.dtype:
+                raise ArgumentTypeError(f"inputs: {name}: {t.dtype}, planned is {table.dtype}")
+            if t.device != device:
+                raise ArgumentTypeError(f"inputs: {name}: on {t.device}, others on {device}")
+            tensors.append(t)
+            parts.append(
+                self._part(
+                    state,
+                    f"inputs: {name}",
+                    t,
+                    output_split_sizes.get(name, none),
+                    input_split_sizes.get(name, none),
+                    group,
+                    (row_ids or {}).get(name),
+                    (received_ids or {}).get(name),
+                )
             )
-        repeats = None
-        if input.device.type == "cpu":
-            check_dtype(input.dtype, self.error_bound)
-            _, given = cut_rows("input", input.detach(), row_of(input, None), given, group)
-            repeats = _repeats(input.detach(), given, row_ids)
-        found: torch.Tensor = _AllToAll.apply(  # type: ignore[no-untyped-call]
-            input, self, group, received, given, repeats
+        found = self._apply(group, parts, tensors)
+        return {
+            part.state.name: t
+            for part, t in zip(parts, found, strict=True)
+            if part.state.name in output_split_sizes
+        }
+
+    def _device_of(
+        self, inputs: Mapping[str, torch.Tensor], group: dist.ProcessGroup
+    ) -> torch.device:
+        """Return where the tables' rows are; of a rank without any, where the group's are."""
+        for t in inputs.values():
+            if isinstance(t, torch.Tensor):
+                return t.device
+        on_gpu = dist.get_backend(group) == "nccl"
+        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    def _check_names(self, argument: str, given: Any) -> None:
+        if not isinstance(given, Mapping):
+            raise ArgumentTypeError(f"{argument}: expected a mapping by table, got {given!r:.60}")
+        unknown = sorted(set(given) - set(self._states))
+        if unknown:
+            raise ArgumentError(f"{argument}: {unknown}, tables are {sorted(self._states)}")
+
+    def _part(
+        self,
+        state: TableState,
+        name: str,
+        t: torch.Tensor,
+        output_splits: Sequence[int] | None,
+        input_splits: Sequence[int] | None,
+        group: dist.ProcessGroup,
+        row_ids: torch.Tensor | None,
+        received_ids: torch.Tensor | None,
+    ) -> Part:
+        """Return the rows of a table in a call, checked."""
+        refuse_capture(t)
+        rows, size = t.shape[0], group.size()
+        if (input_splits is None or output_splits is None) and rows % size:
+            raise ArgumentError(f"{name}: {rows} rows for {size} ranks")
+        equal = [rows // size] * size
+        received = equal if output_splits is None else list(map(int, output_splits))
+        given = equal if input_splits is None else list(map(int, input_splits))
+        if min(received, default=0) < 0 or len(received) != size:
+            raise ArgumentError(
+                f"output_split_sizes: {received}, expected a size from 0 for each of {size} ranks"
+            )
+        row = row_of(t, None)
+        repeats = ids = None
+        check_dtype(t.dtype, state.bound)
+        if t.device.type == "cpu":
+            if row_ids is not None and self._pieces > 1:
+                raise ArgumentError(f"row_ids: given with pieces={self._pieces}")
+            flat, given = cut_rows("input", t.detach(), row, given, group)
+            repeats = repeats_of("input", flat, given, row_ids)
+            ids = self._checked_ids(received_ids, sum(received))
+        else:
+            _, given = cut_rows("input", t.detach(), row, given, group)
+        return Part(state, tuple(t.shape[1:]), t.dtype, row, given, received, repeats, ids)
+
+    def _checked_ids(self, received_ids: torch.Tensor | None, rows: int) -> Array | None:
+        if received_ids is None:
+            if self._feedback_rows and rows:
+                raise ArgumentError("received_ids: None, error_feedback keeps what was lost by id")
+            return None
+        ids = check_indices_argument(received_ids, "received_ids").cpu().numpy()
+        if len(ids) != rows:
+            raise ArgumentError(f"received_ids: {len(ids)} ids, {rows} rows come")
+        return ids
+
+    def _apply(
+        self, group: dist.ProcessGroup, parts: list[Part], tensors: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        found: tuple[torch.Tensor, ...] = _AllToAll.apply(  # type: ignore[no-untyped-call]
+            self, group, parts, *tensors
         )
         if torch.is_grad_enabled():
             self.iteration += 1
         return found
 
-    def stats(self) -> dict[str, dict[str, int | float]]:
-        """Return what crossed and the seconds of each stage, ``"forward"`` and ``"backward"``."""
+    def stats(self) -> dict[str, Any]:
+        """Return what crossed.
+
+        Returns
+        -------
+        dict
+            ``"forward"`` and ``"backward"``: calls, bytes and the seconds of each stage.
+            ``"tables"``: by name raw and moved bytes each way, how rows and gradients are written,
+            class, homogenisation index and the bound of the next call; of one without a name when
+            none were planned. ``"modes"``: each way ``"compressed"``, ``"pieces"`` or ``"plain"``.
+            ``"feedback_bytes"``: what error feedback keeps.
+        """
+        forward, backward = self._caller.counters
         return {
-            "forward": dataclasses.asdict(self._forward),
-            "backward": dataclasses.asdict(self._backward),
+            "forward": dataclasses.asdict(forward),
+            "backward": dataclasses.asdict(backward),
+            "tables": {name: s.stats(self.iteration) for name, s in self._states.items()},
+            "modes": dict(zip(("forward", "backward"), self._caller.decision.modes, strict=True)),
+            "feedback_bytes": sum(f.nbytes for f in self._feedback.values()),
         }
 
-    def state_dict(self) -> dict[str, int]:
-        """Return the iteration, by which a resumed run goes on with the same bounds."""
-        return {"version": 1, "iteration": self.iteration}
+    def state_dict(self) -> dict[str, Any]:
+        """Return all by which a resumed run goes on with the same bounds.
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on where `state_dict` was taken.
+        Returns
+        -------
+        dict
+            The iteration, the number of backward passes, by table its class and how it is written,
+            what was decided, and what error feedback keeps, as tensors. Classes and feedback are of
+            this rank: each saves its own.
+        """
+        return {
+            "version": VERSION,
+            "iteration": self.iteration,
+            "backward_calls": self._backward_calls,
+            "tables": {name: state.state_dict() for name, state in self._states.items()},
+            "decision": self._caller.decision.state_dict(),
+            "feedback": {name: f.state_dict() for name, f in self._feedback.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state_dict` was taken; all ranks do.
 
         Raises
         ------
         CorruptedDataError
-            When the state is of another version or damaged.
+            When the state is of another version, of other tables, or damaged; nothing is changed
+            but what was read before the damage.
         """
-        known = isinstance(state, Mapping) and set(state) == _STATE and state["version"] == 1
-        iteration = state["iteration"] if known else None
-        if not isinstance(iteration, int) or isinstance(iteration, bool) or iteration < 0:
-            raise CorruptedDataError(f"state: {state!r:.80}, expected version 1 and an iteration")
-        self.iteration = iteration
+        known = isinstance(state, Mapping) and set(state) == set(self.state_dict())
+        if not known or state["version"] != VERSION:
+            raise CorruptedDataError(f"state: {state!r:.80}, expected version {VERSION}")
+        counts = [state["iteration"], state["backward_calls"]]
+        if any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in counts):
+            raise CorruptedDataError(f"state: {counts}, expected numbers of calls")
+        tables, feedback = state["tables"], state["feedback"]
+        if not isinstance(tables, Mapping) or set(tables) != set(self._states):
+            raise CorruptedDataError(f"state: tables {tables!r:.80}, here {sorted(self._states)}")
+        if not isinstance(feedback, Mapping) or not set(feedback) <= set(self._states):
+            raise CorruptedDataError(f"state: feedback {feedback!r:.80}")
+        self._caller.decision.load_state_dict(state["decision"])
+        for name, of_table in tables.items():
+            self._states[name].load_state_dict(of_table)
+        for name, kept in feedback.items():
+            lost = kept.get("lost") if isinstance(kept, Mapping) else None
+            if not isinstance(lost, torch.Tensor) or lost.dim() != 2:
+                raise CorruptedDataError("state: error feedback is damaged, or of other rows")
+            self._feedback_of(name, lost.shape[1]).load_state_dict(kept)
+        self.iteration, self._backward_calls = counts
 
-    def exchange(
+    def _feedback_of(self, name: str, row: int) -> ErrorFeedback:
+        if name not in self._feedback:
+            self._feedback[name] = ErrorFeedback(self._feedback_rows, row)
+        return self._feedback[name]
+
+    def send_forward(
+        self, group: dist.ProcessGroup, parts: Sequence[Part], tensors: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Exchange rows forward; return what came, ``[M, row]``, and keep in parts how."""
+        rows = []
+        for part, t in zip(parts, tensors, strict=True):
+            flat = dense(t).view(t.shape[0], part.row)
+            out = torch.empty((sum(part.receive_rows), part.row), dtype=t.dtype, device=t.device)
+            bound, relative = part.state.bound_of(flat, self.iteration)
+            rows.append(
+                Rows(
+                    flat,
+                    out,
+                    part.send_rows,
+                    part.receive_rows,
+                    bound,
+                    relative,
+                    repeats=None if part.repeats is None else list(part.repeats),
+                    name=part.state.name,
+                )
+            )
+        self._exchange(group, rows, parts, FORWARD)
+        for part, each in zip(parts, rows, strict=True):
+            part.repeats, part.places = each.repeats, each.places
+        return [each.received for each in rows]
+
+    def send_back(
+        self, group: dist.ProcessGroup, parts: Sequence[Part], gradients: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor]:
+        """Exchange gradients ``[M, row]`` of what came; return those of what was sent.
+
+        Parts are those that have gradients, the same ones on all ranks.
+        """
+        rows, kept = [], []
+        rank = dist.get_rank(group)
+        for number, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
+            sent, ids = sums_of(part, gradient)
+            counts = [len(each) for each in sent]
+            flat = torch.cat(sent)
+            back = list(part.send_rows)
+            for to, repeated in enumerate(part.repeats or []):
+                if repeated is not None and to != rank:
+                    back[to] = len(repeated.first)
+            bound = 0.0
+            lossy = self.backward_bound is not None and flat.dtype in KINDS
+            if lossy and self.backward_bound is not None and flat.device.type == "cpu":
+                bound = self.backward_bound.absolute(flat, self.iteration)
+                own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+                flat = self._rounded(part, flat, ids, bound, number, rank, own)
+            out = torch.empty((sum(back), part.row), dtype=flat.dtype, device=flat.device)
+            rows.append(Rows(flat, out, counts, back, bound, name=part.state.name))
+            kept.append(back)
+        self._backward_calls += 1
+        self._exchange(group, rows, parts, BACKWARD)
+        return [
+            spread_to_copies(part, each.received, back, rank)
+            for part, each, back in zip(parts, rows, kept, strict=True)
+        ]
+
+    def _rounded(
         self,
-        rows: torch.Tensor,
-        group: dist.ProcessGroup,
-        receive_rows: Sequence[int],
-        send_rows: Sequence[int],
-        *,
-        backward: bool,
-        repeats: Sequence[Repeats | None] | None = None,
-    ) -> tuple[torch.Tensor, list[Array | None]]:
-        """Exchange rows ``[N, row]`` one way; return what came, and which rows repeat in it."""
-        counters = self._backward if backward else self._forward
-        if self._failed is not None:
-            raise ExchangeError(f"an earlier exchange failed: {self._failed}")
+        part: Part,
+        flat: torch.Tensor,
+        ids: Array | None,
+        bound: float,
+        number: int,
+        rank: int,
+        own: slice,
+    ) -> torch.Tensor:
+        """Return gradients rounded stochastically, with what their rows lost before.
+
+        Those of `own` rows of this rank, which do not cross, are not rounded.
+        """
+        feedback = None
+        if self._feedback_rows and ids is not None and len(ids):
+            feedback = self._feedback_of(part.state.name, part.row)
+            flat = feedback.add_to(flat, ids)
+        if not bound:
+            return flat
+        # One stream a rank, table and call.
+        stream = (self._backward_calls << 32) ^ (number << 16) ^ rank
+        found = round_stochastically(flat, bound, self._seed, stream)
+        found[own] = flat[own]
+        if feedback is not None and ids is not None:
+            feedback.keep(flat - found, ids)
+        return found
+
+    def _exchange(
+        self, group: dist.ProcessGroup, rows: list[Rows], parts: Sequence[Part], way: int
+    ) -> None:
+        self._caller.faults.check()
         if not self._entered.acquire(blocking=False):
             raise ArgumentError("CompressedAllToAll: another thread is in a call of this object")
         try:
-            out = torch.empty(
-                (sum(receive_rows), rows.shape[1]), dtype=rows.dtype, device=rows.device
-            )
-            if rows.device.type != "cpu":
-                dist.all_to_all_single(out, rows, list(receive_rows), list(send_rows), group)
-                counters.plain_calls += 1
-                return out, [None] * len(receive_rows)
-            places = exchange_rows(
-                out,
-                rows,
-                receive_rows,
-                send_rows,
-                group,
-                None if backward else self.error_bound,
-                iteration=self.iteration,
-                repeats=repeats,
-                counters=counters,
-            )
-            return out, places
-        except (ExchangeError, CorruptedDataError) as error:
-            self._failed = str(error)
-            raise
+            choices = [
+                part.state.choice if way == FORWARD else part.state.backward_choice
+                for part in parts
+            ]
+            self._caller.exchange(group, rows, choices, way)
+            for part, each in zip(parts, rows, strict=True):
+                counters = part.state.forward if way == FORWARD else part.state.backward
+                raw = each.raw_bytes(dist.get_rank(group))
+                counters.raw_bytes += raw
+                counters.moved_bytes += each.moved_bytes
         finally:
             self._entered.release()
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to the ranks; their gradients back."""
+    """Rows of tables to the ranks; their gradients back."""
 
     @staticmethod
     def forward(
         ctx: Any,
-        input: torch.Tensor,
         owner: CompressedAllToAll,
         group: dist.ProcessGroup,
-        receive_rows: list[int],
-        send_rows: list[int],
-        repeats: list[Repeats | None] | None,
-    ) -> torch.Tensor:
+        parts: list[Part],
+        *tensors: torch.Tensor,
+    ) -> tuple[torch.Tensor, ...]:
         """Exchange, and keep which rows repeat."""
-        rows = input.detach().contiguous().view(input.shape[0], row_of(input, None))
-        out, places = owner.exchange(
-            rows, group, receive_rows, send_rows, backward=False, repeats=repeats
-        )
-        ctx.call = owner, group, receive_rows, send_rows, repeats, places
-        return out.view(sum(receive_rows), *input.shape[1:])
+        found = owner.send_forward(group, parts, [t.detach() for t in tensors])
+        ctx.call = owner, group, parts
+        ctx.set_materialize_grads(True)
+        results = [t.view(len(t), *part.shape) for t, part in zip(found, parts, strict=True)]
+        without = [t for t in results if not (t.is_floating_point() or t.is_complex())]
+        ctx.mark_non_differentiable(*without)
+        return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Send gradients back, those of copies of a row as their sum."""
-        owner, group, receive_rows, send_rows, repeats, places = ctx.call
-        (gradient,) = gradients
-        rows = gradient.contiguous().view(sum(receive_rows), row_of(gradient, None))
-        parts = [
-            part if of is None else _summed(part, of)
-            for part, of in zip(torch.split(rows, receive_rows), places, strict=True)
+        owner, group, parts = ctx.call
+        # Integers have none; all ranks know the tables' dtypes.
+        given = [
+            (i, gradient.contiguous().view(gradient.shape[0], part.row))
+            for i, (gradient, part) in enumerate(zip(gradients, parts, strict=True))
+            if part.dtype.is_floating_point or part.dtype.is_complex
         ]
-        back = list(send_rows)
-        for rank, repeated in enumerate(repeats or []):
-            if repeated is not None and rank != dist.get_rank(group):
-                back[rank] = len(repeated.first)
-        found, _ = owner.exchange(
-            torch.cat(parts), group, back, list(map(len, parts)), backward=True
-        )
-        if back == send_rows:
-            return found.view(sum(send_rows), *gradient.shape[1:]), *[None] * 5
-        result = torch.zeros((sum(send_rows), rows.shape[1]), dtype=found.dtype)
-        pieces = zip(
-            torch.split(result, send_rows),
-            torch.split(found, back),
-            repeats,
-            range(len(back)),
-            strict=True,
-        )
-        for to, part, repeated, rank in pieces:
-            if repeated is None or rank == dist.get_rank(group):
-                to.copy_(part)
-            else:
-                to[torch.from_numpy(repeated.first)] = part
-        return result.view(sum(send_rows), *gradient.shape[1:]), *[None] * 5
-
-
-def _summed(rows: torch.Tensor, places: Array) -> torch.Tensor:
-    """Return the sums of rows ``[n, row]`` that are copies of one; 16 bits are added as 32."""
-    wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
-    sums = torch.zeros((int(places.max()) + 1, rows.shape[1]), dtype=wide)
-    return sums.index_add_(0, torch.from_numpy(places), rows.to(wide)).to(rows.dtype)
-
-
-def _repeats(
-    input: torch.Tensor, send_rows: Sequence[int], row_ids: torch.Tensor | None
-) -> list[Repeats | None] | None:
-    """Return for each rank which of its rows share an id."""
-    if row_ids is None:
-        return None
-    ids = check_indices_argument(row_ids, "row_ids")
-    if ids.device.type != "cpu":
-        raise ArgumentTypeError(f"row_ids: on {ids.device}, expected cpu, where input is")
-    if len(ids) != input.shape[0]:
-        raise ArgumentError(f"row_ids: {len(ids)} ids, input has {input.shape[0]} rows")
-    found = [Repeats.of(part) if len(part) else None for part in torch.split(ids, list(send_rows))]
-    for part, repeated in zip(torch.split(input, list(send_rows)), found, strict=True):
-        if repeated is None or not part[0].numel():
-            continue
-        bits = rows_as_bytes(part.reshape(len(part), -1), part[0].numel() * part.element_size())
-        sent = bits[torch.from_numpy(repeated.first)][torch.from_numpy(repeated.places)]
-        if not torch.equal(sent, bits):
-            raise ArgumentError("row_ids: rows of one id differ")
-    return found
+        numbers = [i for i, _ in given]
+        of_parts = [parts[i] for i in numbers]
+        found = owner.send_back(group, of_parts, [rows for _, rows in given])
+        results: list[torch.Tensor | None] = [None] * len(parts)
+        for i, part, t in zip(numbers, of_parts, found, strict=True):
+            results[i] = t.view(sum(part.send_rows), *part.shape)
+        return None, None, None, *results

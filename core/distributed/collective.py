@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -13,36 +12,16 @@ import torch.distributed as dist
 
 from ..dtypes import dense, dtype_name
 from ..engine.codecs import check_tensor_argument
-from ..engine.codecs.base import share_memory
+from ..engine.codecs.base import check_indices_argument, rows_as_bytes, share_memory
 from ..engine.kernels.vector_format import KINDS
-from ..engine.transfer import ThreadLane, ThreadTask
+from ..engine.transfer import ThreadTask
 from ..errors import ArgumentError, ArgumentTypeError
-from .bounds import ErrorBound, checked_bound
-from .exchange import Counters, Exchange
-from .messages import Array, Repeats
+from .bounds import ErrorBound, bound_on_device, checked_bound
+from .caller import checked_codec, function_caller
+from .exchange import Rows
+from .helpers import helper_of
+from .messages import Repeats
 from .wire import DTYPES, MOST_BYTES, MOST_ELEMENTS, MOST_ROWS
-
-#: What `codec` accepts.
-CODECS = ("auto", "raw")
-
-
-@dataclass(frozen=True)
-class Helper:
-    """A communicator of a group that only its thread uses.
-
-    Parameters
-    ----------
-    group : ProcessGroup
-        The same ranks as the group that it serves.
-    lane : ThreadLane
-        One thread: exchanges run in the order in which they were asked for.
-    """
-
-    group: dist.ProcessGroup
-    lane: ThreadLane
-
-
-_helpers: dict[dist.ProcessGroup, Helper] = {}
 
 
 class ExchangeWork:
@@ -85,18 +64,21 @@ def all_to_all_single(
     codec: str = "auto",
     error_bound: float | ErrorBound | None = None,
     row_shape: Sequence[int] | None = None,
+    row_ids: torch.Tensor | None = None,
 ) -> Any:
     """Split a tensor, send the parts to the ranks of a group, and join what they sent.
 
     As `torch.distributed.all_to_all_single`, with smaller messages: rows that repeat within a part
     cross once, and the others in fewer bits. Every rank calls it with the same row shape and dtype;
-    bounds may differ. Tensors on a GPU are given to torch's own collective, which delivers every
-    bit. Rows that a rank sends to itself are copied.
+    bounds may differ. Rows that a rank sends to itself are copied. Tensors on a GPU are coded there
+    and cross by NCCL; asynchronous calls of those are given to torch's own collective, which
+    delivers every bit.
 
     Parameters
     ----------
     output, input : torch.Tensor
-        Dense, contiguous output; both on the CPU, where the group has gloo, of one dtype.
+        Dense, contiguous output; both on the CPU, where the group has gloo, or on a GPU, where it
+        has NCCL; of one dtype.
     output_split_sizes, input_split_sizes : sequence of int, optional
         Sizes along the first dimension for each rank; equal ones when left out.
     group : ProcessGroup, optional
@@ -106,14 +88,21 @@ def all_to_all_single(
         in a thread with a communicator of its own, which all ranks of the group make in their first
         such call. Neither tensor is to be used until `wait` returned.
     codec : str
-        ``"auto"``: each part in the fewest bytes that references, Huffman codes, fixed fields or
-        raw rows take; ``"raw"``: torch's own collective, which takes no bound.
+        ``"auto"``: equation 2 of the paper. In the ninth call and then in each 64th one the ranks
+        of a group compare what compressing took with what torch's own collective would take on
+        this link, measured, and go on with what is faster; each chooses among references, Huffman
+        codes, fixed fields and raw rows by measured sizes and rates. ``"compressed"``: compressed
+        on any link, in few bytes. ``"raw"``: torch's own collective, which takes no bound.
     error_bound : float or ErrorBound, optional
         How far an element may be from the one that was sent, a number as a share of the largest
-        less the least finite value of `input`; every bit is kept when left out.
+        less the least finite value of `input`, on a GPU of the part for each rank; every bit is
+        kept when left out.
     row_shape : sequence of int, optional
         Of a tensor of one dimension: elements of a row, by which it is cut; 1 when left out. Of
         others a row is what stands at one index of the first dimension.
+    row_ids : torch.Tensor, optional
+        Integers ``[N]`` on the CPU, one a row of `input`: rows of one id are the same row of a
+        table, and cross once for each rank without being searched for.
 
     Returns
     -------
@@ -125,7 +114,8 @@ def all_to_all_single(
     ArgumentError, ArgumentTypeError
         When an argument is not as above, before anything is sent.
     ExchangeError
-        When a rank fails or ranks disagree; nothing is written to `output`.
+        When a rank fails or ranks disagree; nothing is written to `output`. Ranks that agreed with
+        all others raise in their next call, in which all raise.
     CorruptedDataError
         When a message is damaged; nothing is written to `output`.
 
@@ -134,14 +124,14 @@ def all_to_all_single(
     Sections III-D and III-E of the SC'24 paper on the all-to-all of recommenders.
     """
     bound = checked_bound(error_bound)
-    if codec not in CODECS:
-        raise ArgumentError(f"codec: {codec!r:.60}, accepted are {', '.join(CODECS)}")
+    checked_codec(codec)
     if codec == "raw" and bound is not None:
         raise ArgumentError("error_bound: given with codec='raw', which keeps every bit")
     group = checked_group(group)
     check_tensor_argument("output", output)
     check_tensor_argument("input", input)
-    if input.device.type != "cpu" or codec == "raw":
+    refuse_capture(input)
+    if codec == "raw" or (input.device.type != "cpu" and async_op):
         return dist.all_to_all_single(
             output,
             input,
@@ -165,34 +155,58 @@ def all_to_all_single(
     sent, send_rows = cut_rows("input", input, row, input_split_sizes, group)
     target, receive_rows = cut_rows("output", output, row, output_split_sizes, group)
 
+    on_cpu = input.device.type == "cpu"
+    repeats = repeats_of("input", sent, send_rows, row_ids) if on_cpu else None
+
     def run(over: dist.ProcessGroup) -> None:
-        exchange_rows(target, sent, receive_rows, send_rows, over, bound)
+        caller = function_caller(over, codec)
+        # What comes compressed may be damaged: the output is written once all of it is sound.
+        into = target if caller.is_plain() else torch.empty_like(target)
+        value, relative = 0.0, False
+        if bound is not None and sent.device.type == "cpu":
+            value = bound.absolute(sent)
+        elif bound is not None:
+            value, relative = bound_on_device(bound, 0)
+        rows = Rows(sent, into, send_rows, receive_rows, value, relative, repeats=repeats)
+        caller.exchange(over, [rows], [caller.choice_for(rows)])
+        if into is not target:
+            target.copy_(into)
 
     if not async_op:
         run(group)
         return None
-    helper = _helper_of(group)
+    helper = helper_of(group)
     return ExchangeWork(helper.lane.submit(run, helper.group))
 
 
-def exchange_rows(
-    target: torch.Tensor,
-    sent: torch.Tensor,
-    receive_rows: Sequence[int],
-    send_rows: Sequence[int],
-    group: dist.ProcessGroup,
-    bound: ErrorBound | None,
-    *,
-    iteration: int = 0,
-    repeats: Sequence[Repeats | None] | None = None,
-    counters: Counters | None = None,
-) -> list[Array | None]:
-    """Exchange rows ``[N, row]``; see `Exchange.run` for what is returned."""
-    absolute = 0.0 if bound is None else bound.absolute(sent, iteration)
-    exchange = Exchange(
-        group, sent, send_rows, receive_rows, absolute, repeats, counters or Counters()
-    )
-    return exchange.run(target)
+def refuse_capture(t: torch.Tensor) -> None:
+    """Refuse a call inside CUDA-graph capture: sizes differ from step to step."""
+    if t.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise ArgumentError(
+            "input: a CUDA graph is being captured, and messages have other sizes at each step"
+        )
+
+
+def repeats_of(
+    name: str, rows: torch.Tensor, send_rows: Sequence[int], row_ids: torch.Tensor | None
+) -> list[Repeats | None] | None:
+    """Return for each rank which of its rows ``[N, row]`` on the CPU share an id."""
+    if row_ids is None:
+        return None
+    ids = check_indices_argument(row_ids, "row_ids")
+    if ids.device.type != "cpu":
+        raise ArgumentTypeError(f"row_ids: on {ids.device}, expected cpu, where {name} is")
+    if len(ids) != rows.shape[0]:
+        raise ArgumentError(f"row_ids: {len(ids)} ids, {name} has {rows.shape[0]} rows")
+    found = [Repeats.of(part) if len(part) else None for part in torch.split(ids, list(send_rows))]
+    for part, repeated in zip(torch.split(rows, list(send_rows)), found, strict=True):
+        if repeated is None or not part.shape[1]:
+            continue
+        bits = rows_as_bytes(part, part.shape[1] * part.element_size())
+        sent = bits[torch.from_numpy(repeated.first)][torch.from_numpy(repeated.places)]
+        if not torch.equal(sent, bits):
+            raise ArgumentError("row_ids: rows of one id differ")
+    return found
 
 
 def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
@@ -205,7 +219,7 @@ def checked_group(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return found
 
 
-def check_dtype(dtype: torch.dtype, bound: ErrorBound | None) -> None:
+def check_dtype(dtype: torch.dtype, bound: object | None) -> None:
     """Refuse dtypes that do not cross, and bounds for those that have none."""
     if dtype not in DTYPES:
         accepted = ", ".join(map(dtype_name, DTYPES))
@@ -261,13 +275,3 @@ def cut_rows(
             f"{name}: {max(rows)} rows of {row} elements for one rank, expected fewer than {most}"
         )
     return dense(t).view(sum(rows), row), rows
-
-
-def _helper_of(group: dist.ProcessGroup) -> Helper:
-    """Return the helper of a group; all its ranks make it at once."""
-    found = _helpers.get(group)
-    if found is None:
-        ranks = dist.get_process_group_ranks(group)
-        own = dist.new_group(ranks, backend="gloo", use_local_synchronization=True)
-        found = _helpers[group] = Helper(own, ThreadLane("bitslab-exchange"))
-    return found

@@ -1,4 +1,4 @@
-"""Rows for one rank as a message, and back."""
+"""Rows of one table for one rank as a part of a message, and back."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from ..dtypes import flat_bytes
 from ..engine.codecs.vectors import decode_body, encode_body, packed_fields, unpacked_fields
 from ..engine.kernels.vector_format import field_words, raw_body_bytes
 from ..errors import CorruptedDataError
+from .wire import BY_ID, BY_ID_HEADER
 
 Array = np.ndarray[Any, Any]
 
@@ -37,65 +38,149 @@ class Repeats:
         distinct, first, places = np.unique(ids.numpy(), return_index=True, return_inverse=True)
         return None if len(distinct) == len(ids) else cls(places.reshape(-1), first)
 
+    @property
+    def field_bits(self) -> int:
+        """Bits of a field."""
+        return max(1, (len(self.first) - 1).bit_length())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of header and fields in a part."""
+        return BY_ID_HEADER.size + 4 * field_words(len(self.places), self.field_bits)
+
+    def write(self, out: Array) -> None:
+        """Write header and fields to uint8 ``[nbytes]``."""
+        header = BY_ID_HEADER.pack(BY_ID, self.field_bits, 0, len(self.first))
+        out[: len(header)] = np.frombuffer(header, np.uint8)
+        fields = packed_fields(self.places.astype(np.int32), 0, self.field_bits)
+        out[len(header) :] = fields.view(np.uint8)
+
 
 @dataclass(frozen=True)
-class Message:
-    """What is sent to a rank.
+class Candidate:
+    """A way to write rows.
 
     Parameters
     ----------
-    data : numpy.ndarray
-        uint8: its bytes.
-    body_rows, field_bits : int
-        As in `wire.Descriptor`.
+    name : str
+        For reports and states.
+    raw : bool
+        Whether they are sent as they are.
+    bounded : bool
+        Whether elements are quantised, where there is a bound.
+    window : int or None
+        Rows that a reference may reach back; None: all.
+    references : bool
+        Whether equal rows are looked for.
     """
 
-    data: Array
-    body_rows: int
-    field_bits: int
+    name: str
+    raw: bool = False
+    bounded: bool = True
+    window: int | None = None
+    references: bool = True
 
 
-def encode_message(rows: torch.Tensor, bound: float, repeats: Repeats | None) -> Message:
-    """Return rows ``[n, row]`` on the CPU as a message; `bound`: 0 keeps every bit."""
-    fields = np.empty(0, np.uint8)
-    bits = 0
+#: References to equal rows however far back, then a Huffman code or fixed fields, what is smaller.
+REFERENCES = Candidate("references")
+RAW = Candidate("raw", raw=True)
+
+
+def most_part_bytes(rows: int, row_bytes: int) -> int:
+    """Return how many bytes `encode_part` needs to write to."""
+    # Header and fields of up to 32 bits, where rows of one id cross once.
+    return raw_body_bytes(rows * row_bytes) + BY_ID_HEADER.size + 4 * (rows + 1)
+
+
+def encode_part(
+    rows: torch.Tensor,
+    bound: float,
+    candidate: Candidate,
+    repeats: Repeats | None,
+    out: Array,
+) -> tuple[int, bool]:
+    """Write rows ``[n, row]`` on the CPU as a part of a message.
+
+    Parameters
+    ----------
+    rows : torch.Tensor
+        Contiguous.
+    bound : float
+        How far an element may be from the given one; 0: every bit is kept.
+    candidate : Candidate
+        How.
+    repeats : Repeats or None
+        Rows of one id.
+    out : numpy.ndarray
+        uint8, of `most_part_bytes`.
+
+    Returns
+    -------
+    tuple of int and bool
+        Bytes that were written, and whether rows of one id cross once: not where rows that cross as
+        they are take as few bytes.
+    """
     if repeats is not None:
-        bits = max(1, (len(repeats.first) - 1).bit_length())
-        fields = packed_fields(repeats.places.astype(np.int32), 0, bits).view(np.uint8)
-        rows = rows[torch.from_numpy(repeats.first)]
-    body = np.empty(raw_body_bytes(rows.nbytes), np.uint8)
-    used = encode_body(rows, bound, None, body)
-    coded = body[:used] if used < rows.nbytes else flat_bytes(rows).numpy()
-    return Message(np.concatenate([fields, coded]) if bits else coded, len(rows), bits)
+        at = repeats.nbytes
+        repeats.write(out[:at])
+        kept = rows[torch.from_numpy(repeats.first)]
+        used = at + _encode_rows(kept, bound, candidate, out[at:])
+        if used < rows.nbytes:
+            return used, True
+    return _encode_rows(rows, bound, candidate, out), False
 
 
-def decode_message(data: Array, body_rows: int, field_bits: int, out: torch.Tensor) -> Array | None:
-    """Write the rows of a message to `out` ``[n, row]`` on the CPU, contiguous.
+def _encode_rows(rows: torch.Tensor, bound: float, candidate: Candidate, out: Array) -> int:
+    """Write rows as a body, or as they are where that is no longer; return the bytes."""
+    if not candidate.raw:
+        limit = bound if candidate.bounded else 0.0
+        used = encode_body(
+            rows,
+            limit,
+            candidate.window,
+            out[: raw_body_bytes(rows.nbytes)],
+            references=candidate.references,
+        )
+        if used < rows.nbytes:
+            return used
+    out[: rows.nbytes] = flat_bytes(rows).numpy()
+    return rows.nbytes
+
+
+def decode_part(data: Array, out: torch.Tensor) -> Array | None:
+    """Write the rows of a part to `out` ``[n, row]`` on the CPU, contiguous.
 
     Returns
     -------
     numpy.ndarray or None
-        int64 ``[n]``: of each row the number of the row in the body, where those are fewer.
+        int64 ``[n]``: of each row the number of the row that crossed, where those are fewer.
 
     Raises
     ------
     CorruptedDataError
-        When the message is damaged; nothing is written.
+        When the part is damaged; nothing is written.
     """
-    places = None
-    if field_bits:
-        n_bytes = 4 * field_words(len(out), field_bits)
-        if n_bytes > len(data):
-            raise CorruptedDataError("message: it ends in its fields")
-        places = unpacked_fields(data[:n_bytes], len(out), field_bits).astype(np.int64)
-        if int(places.max()) >= body_rows:
-            raise CorruptedDataError("message: a field is out of range")
-        data = data[n_bytes:]
-    target = out if places is None else torch.empty((body_rows, out.shape[1]), dtype=out.dtype)
-    if len(data) == target.nbytes:
-        flat_bytes(target).numpy()[:] = data
-    else:
-        decode_body(data, target, bounded=True)
-    if places is not None:
-        torch.index_select(target, 0, torch.from_numpy(places), out=out)
+    if len(data) == out.nbytes or not len(data) or data[0] != BY_ID:
+        _decode_rows(data, out)
+        return None
+    if len(data) < BY_ID_HEADER.size:
+        raise CorruptedDataError("message: it ends in the header of its fields")
+    _, bits, _, sent = BY_ID_HEADER.unpack_from(data.tobytes()[: BY_ID_HEADER.size])
+    end = BY_ID_HEADER.size + 4 * field_words(len(out), bits)
+    if not 0 < bits <= 32 or not 0 < sent < len(out) or end > len(data):
+        raise CorruptedDataError("message: its fields are damaged")
+    fields = data[BY_ID_HEADER.size : end]
+    places = unpacked_fields(fields, len(out), bits, np.uint32).astype(np.int64)
+    if int(places.max()) >= sent:
+        raise CorruptedDataError("message: a field is out of range")
+    target = torch.empty((sent, out.shape[1]), dtype=out.dtype)
+    _decode_rows(data[end:], target)
+    torch.index_select(target, 0, torch.from_numpy(places), out=out)
     return places
+
+
+def _decode_rows(data: Array, out: torch.Tensor) -> None:
+    if len(data) == out.nbytes:
+        flat_bytes(out).numpy()[:] = data
+    else:
+        decode_body(data, out, bounded=True)

@@ -1,41 +1,60 @@
-"""What ranks say to each other of a message before they send it, and the parts of a message.
+"""What ranks say to each other of messages before they send them, and the parts of a message.
 
-The sizes stage exchanges one descriptor between each pair of ranks: DESCRIPTOR_NUMBERS int64, in
-which these numbers stand from the highest bit down, below a bit 0:
+The sizes stage exchanges one descriptor between each pair of ranks, an int64:
 
-====== ==== ==================================================================================
-number bits content
-====== ==== ==================================================================================
-0      15   MAGIC, with the version of the wire
-0      8    the dtype, by its place in DTYPES
-0      8    bits of a field that says which row of the body a row is; 0: there are none
-0      32   elements of a row
-1      31   rows that this rank sends to the other one
-1      32   rows that this rank expects from the other one
-2      32   bytes of the message
-2      31   rows in the body: fewer than are sent where rows of one id are sent once
-====== ==== ==================================================================================
+====== ==================================================================================
+bits   content
+====== ==================================================================================
+0-31   CRC-32 of the terms: what both ranks must know alike of the messages between them
+32-63  bytes of the message; `FAILED`: an earlier exchange failed on this rank, and it
+       sends nothing now
+====== ==================================================================================
 
-A message is these fields, where there are fewer rows in the body, as whole words, and then the
-body: as many bytes as the rows have, which are the rows, or fewer, which are a body as
-`bitslab.engine.kernels.vector_format` says.
+Every few exchanges, the same ones on all ranks, numbers for a decision follow in the same stage.
+
+The terms are int64 numbers: `VERSION`, then for each table the dtype by its place in `DTYPES`, the
+elements of a row, the rows from the lower rank to the higher one, and those back. Ranks whose terms
+differ send each other the terms themselves behind the payload, for the error's message.
+
+A message has a part for each table of which it has rows, in the order of the tables. Before them
+stand the bytes of each part but the last one, uint32. A part is one of three, by its size and its
+first byte:
+
+1. As many bytes as the rows have: the rows.
+2. First byte `BY_ID`: rows of one id cross once. Byte 1 has the bits of a field, bytes 4 to 7 the
+   rows that cross (uint32). Then the fields, as whole words: which of these rows each row is. Then
+   these rows, as 1 or 3.
+3. Else a body as `bitslab.engine.kernels.vector_format` says.
+
+All numbers are little-endian.
 """
 
 from __future__ import annotations
 
+import struct
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from ..dtypes import dtype_name
 
-#: A number that memory seldom holds, and the version.
-MAGIC = 0x5B << 8 | 1
-DESCRIPTOR_NUMBERS = 3
+VERSION = 2
+#: Bytes of a descriptor.
+DESCRIPTOR_BYTES = 8
+#: In place of the bytes of a message: the rank failed before.
+FAILED = (1 << 32) - 1
 #: One more than the most rows for a rank, elements of a row, and bytes of a message.
-MOST_ROWS, MOST_ELEMENTS, MOST_BYTES = 1 << 31, 1 << 32, 1 << 32
-_LOW_8, _LOW_31, _LOW_32 = (1 << 8) - 1, (1 << 31) - 1, (1 << 32) - 1
+MOST_ROWS, MOST_ELEMENTS, MOST_BYTES = 1 << 31, 1 << 32, FAILED
+#: Of numbers of terms that are read of another rank.
+MOST_TERMS = 1 << 20
+#: First byte of a part whose rows cross once for each id; no `RowCoding` has this number.
+BY_ID = 0xFF
+BY_ID_HEADER = struct.Struct("<BBHI")
+PART_SIZE = struct.Struct("<I")
 #: Numbers of dtypes on the wire; new ones are appended.
 DTYPES = (
     torch.float32,
@@ -52,61 +71,94 @@ DTYPES = (
     torch.complex128,
 )
 
+_LOW_32 = (1 << 32) - 1
+_NUMBERS_OF_A_TABLE = 4
+
 
 @dataclass(frozen=True)
-class Descriptor:
-    """The numbers of a message; see the module."""
+class TableTerms:
+    """What a rank knows of the rows of a table that cross between it and another one.
 
-    magic: int
+    Parameters
+    ----------
+    dtype, row_elements : int
+        The dtype's place in `DTYPES`, and the elements of a row.
+    sent, expected : int
+        Rows that this rank sends, and those that it expects.
+    """
+
     dtype: int
-    field_bits: int
     row_elements: int
-    rows: int
-    expected_rows: int
-    n_bytes: int
-    body_rows: int
-
-    def numbers(self) -> tuple[int, int, int]:
-        """Return them as they cross."""
-        return (
-            self.magic << 48 | self.dtype << 40 | self.field_bits << 32 | self.row_elements,
-            self.rows << 32 | self.expected_rows,
-            self.n_bytes << 31 | self.body_rows,
-        )
-
-    @classmethod
-    def of(cls, numbers: Sequence[int]) -> Descriptor:
-        """Return the descriptor of DESCRIPTOR_NUMBERS numbers."""
-        kind, rows, size = map(int, numbers)
-        return cls(
-            magic=kind >> 48,
-            dtype=kind >> 40 & _LOW_8,
-            field_bits=kind >> 32 & _LOW_8,
-            row_elements=kind & _LOW_32,
-            rows=rows >> 32,
-            expected_rows=rows & _LOW_32,
-            n_bytes=size >> 31,
-            body_rows=size & _LOW_31,
-        )
-
-    def disagreement(self, ours: Descriptor) -> str | None:
-        """Return why a message does not fit what this rank does with its sender, or None."""
-        if self.magic != MAGIC:
-            return f"version of the wire {self.magic:#x}, here it is {MAGIC:#x}"
-        if self.dtype != ours.dtype:
-            return f"dtype {_name(self.dtype)}, here it is {_name(ours.dtype)}"
-        if self.row_elements != ours.row_elements:
-            return f"{self.row_elements} elements a row, here they are {ours.row_elements}"
-        if self.rows != ours.expected_rows:
-            return f"{self.rows} rows sent, {ours.expected_rows} are expected here"
-        if self.expected_rows != ours.rows:
-            return f"{self.expected_rows} rows expected, {ours.rows} are sent from here"
-        distinct = self.field_bits == 0 and self.body_rows == self.rows
-        by_id = 0 < self.field_bits <= 32 and 0 < self.body_rows < self.rows
-        if not distinct and not by_id:
-            return f"{self.body_rows} rows in the body of {self.rows}"
-        return None
+    sent: int
+    expected: int
 
 
-def _name(dtype: int) -> str:
+@dataclass(frozen=True)
+class Terms:
+    """What two ranks must know alike of the messages between them.
+
+    Parameters
+    ----------
+    tables : sequence of TableTerms
+        In the order of the tables.
+    lower : bool
+        Whether this rank is the lower one.
+    version : int
+        Of the wire.
+    """
+
+    tables: Sequence[TableTerms]
+    lower: bool
+    version: int = VERSION
+
+    def numbers(self) -> list[int]:
+        """Return them as both ranks write them."""
+        found = [self.version]
+        for table in self.tables:
+            rows = (table.sent, table.expected) if self.lower else (table.expected, table.sent)
+            found += [table.dtype, table.row_elements, *rows]
+        return found
+
+    def check(self) -> int:
+        """Return the CRC-32 of the numbers."""
+        return zlib.crc32(np.array(self.numbers(), "<i8").tobytes())
+
+    def disagreement(self, theirs: Sequence[int], names: Sequence[str]) -> str:
+        """Return where the other rank's numbers differ, in words."""
+        ours = self.numbers()
+        if not theirs or theirs[0] != ours[0]:
+            there = theirs[0] if theirs else "none"
+            return f"version {there} of the wire, here it is {ours[0]}"
+        if len(theirs) != len(ours):
+            count = (len(theirs) - 1) // _NUMBERS_OF_A_TABLE
+            return f"{count} tables, here they are {len(self.tables)}"
+        for i, (table, name) in enumerate(zip(self.tables, names, strict=True)):
+            at = 1 + _NUMBERS_OF_A_TABLE * i
+            dtype, elements, *rows = theirs[at : at + _NUMBERS_OF_A_TABLE]
+            # Of the other rank: what it expects is what this one sends.
+            expected, sent = rows if self.lower else rows[::-1]
+            of = f"table {name}: " if name else ""
+            if dtype != table.dtype:
+                return f"{of}dtype {_name(dtype)}, here it is {_name(table.dtype)}"
+            if elements != table.row_elements:
+                return f"{of}{elements} elements a row, here they are {table.row_elements}"
+            if sent != table.expected:
+                return f"{of}{sent} rows sent, {table.expected} are expected here"
+            if expected != table.sent:
+                return f"{of}{expected} rows expected, {table.sent} are sent from here"
+        return "other rows"
+
+
+def descriptor(check: int, n_bytes: int) -> int:
+    """Return a descriptor as it crosses, of int64."""
+    found = n_bytes << 32 | check
+    return found - (1 << 64) if found >> 63 else found
+
+
+def read_descriptor(number: int) -> tuple[int, int]:
+    """Return check and bytes of the message of a descriptor."""
+    return number & _LOW_32, number >> 32 & _LOW_32
+
+
+def _name(dtype: Any) -> str:
     return dtype_name(DTYPES[dtype]) if 0 <= dtype < len(DTYPES) else f"number {dtype}"

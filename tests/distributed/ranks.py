@@ -7,7 +7,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -53,19 +53,32 @@ def run_ranks(check: str, ranks: int, folder: Path, *, timeout_s: int = 30) -> l
     return found
 
 
+def run_checks(checks: Sequence[str], ranks: int, folder: Path) -> dict[str, list[Any]]:
+    """Run checks one after the other on so many ranks; return by check what each rank returned."""
+    found = run_ranks("+".join(checks), ranks, folder)
+    return {check: [seen[check] for seen in found] for check in checks}
+
+
 def main() -> None:
     """Join the group, run a check, print what it returned."""
     check, rank, ranks, folder, timeout_s = sys.argv[2:7]
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    if check.startswith("nccl"):
+        torch.cuda.set_device(int(rank))
     dist.init_process_group(
-        "gloo",
+        "nccl" if check.startswith("nccl") else "gloo",
         store=getattr(dist, "FileStore")(f"{folder}/store", int(ranks)),  # noqa: B009 - mypy
         rank=int(rank),
         world_size=int(ranks),
         timeout=timedelta(seconds=int(timeout_s)),
     )
-    result = CHECKS[check](int(rank), int(ranks))
+    from tests.distributed import table_ranks
+
+    known = CHECKS | table_ranks.CHECKS
+    names = check.split("+")
+    results = {name: known[name](int(rank), int(ranks)) for name in names}
+    result = results if len(names) > 1 else results[check]
     print(json.dumps(result), flush=True)
     if "dead" not in check:
         dist.destroy_process_group()
@@ -139,7 +152,7 @@ def bounded(rank: int, ranks: int) -> dict[str, bool]:
             t = torch.randn(sum(sent), 16, generator=generator).to(dtype)
             t[0, 0] = float("nan")
             found, exact = (torch.empty(sum(received), 16, dtype=dtype) for _ in range(2))
-            all_to_all_single(found, t, received, sent, error_bound=bound)
+            all_to_all_single(found, t, received, sent, codec="compressed", error_bound=bound)
             dist.all_to_all_single(exact, t, received, sent)
             finite = exact.isfinite()
             spread: list[Any] = [None] * ranks
@@ -248,16 +261,20 @@ def disagreement(rank: int, ranks: int) -> dict[str, str]:
             sent = [4] * ranks
         t = torch.ones(sum(sent), row, dtype=dtype)
         out = torch.full((4 * ranks, row), 7.0, dtype=dtype)
-        seen[what] = error_of(partial(all_to_all_single, out, t, [4] * ranks, sent))
+        call = partial(all_to_all_single, out, t, [4] * ranks, sent, codec="compressed")
+        seen[what] = error_of(call)
         seen[f"{what} kept"] = str(bool((out == 7).all()))
+        received = torch.empty(ranks, 2)
+        after = partial(all_to_all_single, received, torch.ones(ranks, 2), codec="compressed")
+        seen[f"{what} next"] = error_of(after)
     received = torch.empty(ranks, 2)
     all_to_all_single(received, torch.full((ranks, 2), float(rank)))
     seen["later"] = str(received[:, 0].tolist() == list(map(float, range(ranks))))
     exchange = CompressedAllToAll()
-    for key in ("object", "object again"):
-        n = 2 if rank == 0 else 1
-        t = torch.ones(n * ranks, 2)
-        seen[key] = error_of(partial(exchange, t, [1] * ranks, [n] * ranks))
+    for key in ("object", "object next", "object again"):
+        sent = [2 if rank == 0 and to == 1 else 1 for to in range(ranks)]
+        call = partial(exchange, torch.ones(sum(sent), 2), [1] * ranks, sent)
+        seen[key] = error_of(call)
     return seen
 
 
@@ -268,16 +285,7 @@ def dead(rank: int, ranks: int) -> dict[str, Any] | None:
     exchange(t)
     if rank == ranks - 1:
         os._exit(1)
-    started = time.monotonic()
-    first = error_of(lambda: exchange(t))
-    again = time.monotonic()
-    second = error_of(lambda: exchange(t))
-    return {
-        "first": first,
-        "seconds": again - started,
-        "second": second,
-        "at once": time.monotonic() - again < 1,
-    }
+    return after_a_death(exchange, t)
 
 
 def dead_between(rank: int, ranks: int) -> dict[str, Any] | None:
@@ -285,8 +293,51 @@ def dead_between(rank: int, ranks: int) -> dict[str, Any] | None:
     from bitslab.distributed import exchange as stages
 
     if rank == ranks - 1:
-        setattr(stages.Exchange, "_payload_stage", lambda *args: os._exit(1))  # noqa: B010 - mypy
-    return {"first": error_of(lambda: CompressedAllToAll()(torch.ones(ranks, 4)))}
+        of_sizes = stages.Exchange._sizes
+
+        def last(self: Any, sizes: Any) -> Any:
+            of_sizes(self, sizes)
+            os._exit(1)
+
+        setattr(stages.Exchange, "_sizes", last)  # noqa: B010 - mypy
+    return after_a_death(CompressedAllToAll(), torch.ones(ranks, 4))
+
+
+def after_a_death(exchange: CompressedAllToAll, t: torch.Tensor) -> dict[str, Any]:
+    started = time.monotonic()
+    first = error_of(lambda: exchange(t))
+    again = time.monotonic()
+    second = error_of(lambda: exchange(t))
+    at_once = time.monotonic() - again < 1
+    return {"first": first, "second": second, "at once": at_once, "seconds": again - started}
+
+
+def dead_in_payload(rank: int, ranks: int) -> dict[str, Any] | None:
+    """The last rank ends while its messages of megabytes cross."""
+    generator = torch.Generator().manual_seed(rank)
+    t = torch.randn(ranks * 20_000, 64, generator=generator)
+    if rank == ranks - 1:
+        of_torch = dist.all_to_all_single
+
+        def last(output: Any, given: Any, *args: Any, **options: Any) -> Any:
+            if given.dtype == torch.uint8:
+                of_torch(output, given, *args, **(options | {"async_op": True}))
+                os._exit(1)
+            return of_torch(output, given, *args, **options)
+
+        setattr(dist, "all_to_all_single", last)  # noqa: B010 - mypy
+    return after_a_death(CompressedAllToAll(), t)
+
+
+def dead_in_backward(rank: int, ranks: int) -> dict[str, Any] | None:
+    """The last rank ends behind the forward exchange."""
+    exchange = CompressedAllToAll()
+    t = torch.ones(ranks, 4, requires_grad=True)
+    found = exchange(t).sum()
+    if rank == ranks - 1:
+        os._exit(1)
+    first = error_of(found.backward)
+    return {"first": first} | {"second": error_of(lambda: exchange(t))}
 
 
 def bad_arguments(rank: int, ranks: int) -> dict[str, str]:
@@ -338,7 +389,7 @@ def schedule(rank: int, ranks: int) -> dict[str, Any]:
     with torch.no_grad():
         exchange(t)
     resumed = CompressedAllToAll(error_bound=exchange.error_bound)
-    resumed.load_state_dict({"version": 1, "iteration": 2})
+    resumed.load_state_dict(exchange.state_dict() | {"iteration": 2})
     third = float((resumed(t).double() - exact.double()).abs().max())
     return {"errors": errors, "state": exchange.state_dict(), "third": third}
 
@@ -354,6 +405,8 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
         disagreement,
         dead,
         dead_between,
+        dead_in_payload,
+        dead_in_backward,
         bad_arguments,
         schedule,
     )

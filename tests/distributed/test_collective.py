@@ -2,34 +2,59 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from bitslab.distributed.wire import MAGIC, Descriptor
-from tests.distributed.ranks import run_ranks
+from bitslab.distributed.wire import (
+    FAILED,
+    MOST_BYTES,
+    TableTerms,
+    Terms,
+    descriptor,
+    read_descriptor,
+)
+from tests.distributed.ranks import run_checks, run_ranks
 
 two_and_three = pytest.mark.parametrize("ranks", [2, 3])
+CHECKS = ("lossless", "bounded", "subgroup", "asynchronous", "gradients", "disagreement")
+
+Seen = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def seen_by(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Seen]:
+    """What two ranks saw, and three."""
+    of_two = ("bad_arguments", "schedule")
+    return {
+        ranks: run_checks(
+            CHECKS + (of_two if ranks == 2 else ()), ranks, tmp_path_factory.mktemp("ranks")
+        )
+        for ranks in (2, 3)
+    }
 
 
 @two_and_three
 @pytest.mark.parametrize("check", ["lossless", "bounded", "subgroup"])
-def test_what_comes_is_what_torch_delivers(check: str, ranks: int, tmp_path: Path) -> None:
-    for seen in run_ranks(check, ranks, tmp_path):
+def test_what_comes_is_what_torch_delivers(
+    check: str, ranks: int, seen_by: dict[int, Seen]
+) -> None:
+    for seen in seen_by[ranks][check]:
         assert seen and all(seen.values()), seen
 
 
 @two_and_three
-def test_asynchronous_exchanges_run_beside_other_collectives(ranks: int, tmp_path: Path) -> None:
+def test_asynchronous_exchanges_run_beside_other_collectives(
+    ranks: int, seen_by: dict[int, Seen]
+) -> None:
     expected = {"waited": True, "equal": True, "done": True, "total": float(ranks**4)}
-    assert run_ranks("asynchronous", ranks, tmp_path) == [expected] * ranks
+    assert seen_by[ranks]["asynchronous"] == [expected] * ranks
 
 
 @two_and_three
-def test_gradients_are_those_of_torch(ranks: int, tmp_path: Path) -> None:
-    for seen in run_ranks("gradients", ranks, tmp_path):
+def test_gradients_are_those_of_torch(ranks: int, seen_by: dict[int, Seen]) -> None:
+    for seen in seen_by[ranks]["gradients"]:
         assert seen["loss"] and seen["equal"] and seen["summed"] and seen["bounded"], seen
         for way in ("forward", "backward"):
             stats = seen["stats"][way]
@@ -40,8 +65,8 @@ def test_gradients_are_those_of_torch(ranks: int, tmp_path: Path) -> None:
 
 
 @two_and_three
-def test_ranks_that_disagree_all_raise_and_go_on(ranks: int, tmp_path: Path) -> None:
-    found = run_ranks("disagreement", ranks, tmp_path)
+def test_ranks_that_disagree_all_raise_and_go_on(ranks: int, seen_by: dict[int, Seen]) -> None:
+    found = seen_by[ranks]["disagreement"]
     reasons = {
         "rows": ("4 rows expected, 6 are sent", "6 rows sent, 4 are expected"),
         "row": ("2 elements a row, here they are 3", "3 elements a row, here they are 2"),
@@ -54,32 +79,55 @@ def test_ranks_that_disagree_all_raise_and_go_on(ranks: int, tmp_path: Path) -> 
         # What a third rank receives fits, unless rank 0 has other rows for it too.
         for seen in found[2:]:
             assert (seen[what] == "no error") == (what == "rows")
-    for seen in found:
+    for rank, seen in enumerate(found):
+        # Where a rank agreed with both, all raise in the next call; else all know at once.
+        if ranks == 3 and rank == 2:
+            assert seen["rows next"] == (
+                "ExchangeError: sizes stage: an earlier exchange failed on ranks 0, 1 of the group"
+            )
+        elif ranks == 3:
+            assert seen["rows next"].startswith("ExchangeError: an earlier exchange failed: sizes")
+        else:
+            assert seen["rows next"] == "no error"
         assert seen["later"] == "True"
-        assert "ExchangeError: sizes stage" in seen["object"]
-        assert "an earlier exchange failed: sizes stage" in seen["object again"]
 
 
 @two_and_three
-def test_a_rank_that_ends_before_the_sizes_is_noticed(ranks: int, tmp_path: Path) -> None:
-    *others, gone = run_ranks("dead", ranks, tmp_path, timeout_s=10)
+def test_an_object_is_of_no_use_behind_a_disagreement(ranks: int, seen_by: dict[int, Seen]) -> None:
+    for rank, seen in enumerate(seen_by[ranks]["disagreement"]):
+        if rank == 2:
+            assert seen["object"] == "no error"
+            assert "an earlier exchange failed on ranks 0, 1" in seen["object next"]
+        else:
+            assert seen["object"].startswith("ExchangeError: sizes stage: rank")
+            assert "an earlier exchange failed: sizes stage" in seen["object next"]
+        assert "an earlier exchange failed: sizes stage" in seen["object again"]
+
+
+@pytest.mark.parametrize(
+    ("check", "ranks", "stage"),
+    [
+        ("dead", 2, ""),
+        ("dead", 3, ""),
+        ("dead_between", 2, "payload"),
+        ("dead_in_payload", 2, "payload"),
+        ("dead_in_backward", 2, "sizes"),
+    ],
+)
+def test_a_rank_that_ends_is_noticed(check: str, ranks: int, stage: str, tmp_path: Path) -> None:
+    *others, gone = run_ranks(check, ranks, tmp_path, timeout_s=10)
     assert gone is None
     for seen in others:
-        assert seen["first"].startswith("ExchangeError: ") and " stage: " in seen["first"]
-        assert seen["seconds"] < 25
-        assert "an earlier exchange failed" in seen["second"] and seen["at once"]
-
-
-def test_a_rank_that_ends_between_the_stages_is_noticed(tmp_path: Path) -> None:
-    first, gone = run_ranks("dead_between", 2, tmp_path, timeout_s=10)
-    assert gone is None and first["first"].startswith("ExchangeError: payload stage: ")
+        assert seen["first"].startswith("ExchangeError: ") and f"{stage} stage: " in seen["first"]
+        assert seen.get("seconds", 0) < 25
+        assert "an earlier exchange failed" in seen["second"] and seen.get("at once", True)
 
 
 BAD = {
     "bound": "ArgumentError: error_bound: 0.0, accepted are positive finite numbers",
     "bound of integers": "ArgumentTypeError: error_bound: input is torch.int32, bounds are for",
     "bound of raw": "ArgumentError: error_bound: given with codec='raw'",
-    "codec": "ArgumentError: codec: 'zip', accepted are auto, raw",
+    "codec": "ArgumentError: codec: 'zip', accepted are auto, compressed, raw",
     "sum": "ArgumentError: input_split_sizes: [3, 3], expected sizes from 0 whose sum is 4",
     "count": "ArgumentError: output_split_sizes: 1 sizes, the group has 2 ranks",
     "negative": "ArgumentError: output_split_sizes: [5, -1], expected sizes from 0",
@@ -99,44 +147,51 @@ BAD = {
 }
 
 
-def test_bad_arguments_are_refused_before_anything_is_sent(tmp_path: Path) -> None:
-    for seen in run_ranks("bad_arguments", 2, tmp_path):
+def test_bad_arguments_are_refused_before_anything_is_sent(seen_by: dict[int, Seen]) -> None:
+    for seen in seen_by[2]["bad_arguments"]:
         assert seen.keys() == BAD.keys()
         for name, text in BAD.items():
-            assert seen[name].startswith(text), name
+            assert seen[name].startswith(text), (name, seen[name])
 
 
-def test_descriptors_keep_their_numbers() -> None:
-    largest = Descriptor(
-        MAGIC, 255, 32, (1 << 32) - 1, (1 << 31) - 1, (1 << 31) - 1, (1 << 32) - 1, 7
-    )
-    for given in (
-        largest,
-        Descriptor(MAGIC, 1, 2, 3, 4, 5, 6, 4),
-        Descriptor(MAGIC, 0, 0, 0, 0, 0, 0, 0),
-    ):
-        numbers = torch.tensor(given.numbers(), dtype=torch.int64).tolist()
-        assert Descriptor.of(numbers) == given
-    ours = Descriptor(MAGIC, 0, 0, 8, 4, 4, 9, 4)
-    assert ours.disagreement(ours) is None
-    changed = {
-        "magic": 1,
-        "dtype": 1,
-        "row_elements": 9,
-        "rows": 5,
-        "expected_rows": 5,
-        "body_rows": 3,
+@pytest.mark.parametrize("check", [0, 7, (1 << 32) - 1])
+@pytest.mark.parametrize("n_bytes", [0, 9, 1 << 31, MOST_BYTES - 1, FAILED])
+def test_descriptors_keep_their_numbers(check: int, n_bytes: int) -> None:
+    number = descriptor(check, n_bytes)
+    assert -(1 << 63) <= number < 1 << 63
+    assert read_descriptor(number) == (check, n_bytes)
+
+
+def test_terms_are_the_same_on_both_sides_or_say_where_they_differ() -> None:
+    lower = Terms([TableTerms(0, 8, 4, 5), TableTerms(4, 1, 0, 2)], lower=True)
+    higher = Terms([TableTerms(0, 8, 5, 4), TableTerms(4, 1, 2, 0)], lower=False)
+    assert lower.check() == higher.check() and lower.numbers() == higher.numbers()
+    names = ["users", "items"]
+    others = {
+        "version 3 of the wire, here it is 2": Terms(higher.tables, False, version=3),
+        "1 tables, here they are 2": Terms(higher.tables[:1], False),
+        "table users: dtype bfloat16, here it is float32": _with(higher, 0, (1, 8, 5, 4)),
+        "table users: 9 elements a row, here they are 8": _with(higher, 0, (0, 9, 5, 4)),
+        "table users: 6 rows sent, 5 are expected here": _with(higher, 0, (0, 8, 6, 4)),
+        "table items: 1 rows expected, 0 are sent from here": _with(higher, 1, (4, 1, 2, 1)),
     }
-    for name, value in changed.items():
-        assert replace(ours, **{name: value}).disagreement(ours)
+    for text, other in others.items():
+        assert other.check() != lower.check()
+        assert lower.disagreement(other.numbers(), names) == text
 
 
-def test_the_bound_follows_its_schedule(tmp_path: Path) -> None:
-    for seen in run_ranks("schedule", 2, tmp_path):
+def _with(terms: Terms, at: int, numbers: tuple[int, int, int, int]) -> Terms:
+    tables = list(terms.tables)
+    tables[at] = TableTerms(*numbers)
+    return Terms(tables, terms.lower)
+
+
+def test_the_bound_follows_its_schedule(seen_by: dict[int, Seen]) -> None:
+    for seen in seen_by[2]["schedule"]:
         limits = [0.09, 0.07, 0.05, 0.03, 0.01]
         for error, limit, next_limit in zip(
             seen["errors"], limits, [*limits[1:], 0.0], strict=True
         ):
             assert next_limit < error <= limit
-        assert seen["state"] == {"version": 1, "iteration": 5}
+        assert seen["state"]["version"] == 2 and seen["state"]["iteration"] == 5
         assert 0.03 < seen["third"] <= 0.05

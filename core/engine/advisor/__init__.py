@@ -22,6 +22,7 @@ from .decoding import decode_bytes_per_s
 from .link import LinkModel, measure_link
 from .lossy_range import LossyRange, LossySchedule, lossy_range
 from .measuring import fit_time_model, measure_codec
+from .network import NetworkModel, network_model
 from .swap_timeline import SwapLimits
 from .swapping import (
     POLICIES,
@@ -47,6 +48,7 @@ __all__ = [
     "LinkModel",
     "LossyRange",
     "LossySchedule",
+    "NetworkModel",
     "SiteRecord",
     "SwapLimits",
     "SwapLink",
@@ -64,6 +66,7 @@ __all__ = [
     "lossy_range",
     "measure_codec",
     "measure_link",
+    "network_model",
     "packed_bytes",
     "pays_to_sort",
     "pays_to_sort_rows",

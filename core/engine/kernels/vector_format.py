@@ -84,6 +84,8 @@ BYTE_SYMBOLS = 256
 MOST_CODE, NO_CODE = 32767, -32768
 #: Share of the largest step that is used: what float32 rounds away is left for.
 STEP_SHARE = 1 - 2.0**-12
+#: The largest and the least step, which float32 has an inverse of.
+MOST_STEP, LEAST_STEP = 2.0**126, 2.0**-125
 
 #: Dtypes whose values a bound is kept of, by the numbers that `cpu.floats` gives them.
 KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -203,7 +205,7 @@ def step_of(bound: float) -> float:
     Of float32; its inverse is one too.
     """
     wanted = 2 * bound * STEP_SHARE
-    if not wanted <= 2.0**126:
+    if not wanted <= MOST_STEP:
         return 0.0
     step = float(struct.unpack("<f", struct.pack("<f", wanted))[0])
-    return step if step >= 2.0**-125 else 0.0
+    return step if step >= LEAST_STEP else 0.0

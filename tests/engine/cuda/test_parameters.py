@@ -13,6 +13,7 @@ import torch
 
 from bitslab.engine.codecs import Lz4Codec
 from bitslab.engine.codecs.base import first_bad_id
+from bitslab.engine.codecs.vectors import decode_body, encode_body
 from bitslab.engine.kernels import cpu, cuda
 from bitslab.engine.kernels.cpu import attend, bags, blob_copy, blobs, ids, slots
 from bitslab.engine.kernels.cuda.frames import BoundKernel
@@ -54,6 +55,18 @@ TWINS: dict[str, Any] = {
     "exchange_rows": slots.exchange_rows,
     "find_ids": cpu.map_find,
     "find_parts": Lz4Codec.read,
+    "find_places": decode_body,
+    "write_bodies": encode_body,
+    "quantise_rows": encode_body,
+    "place_bodies": encode_body,
+    "number_rows": encode_body,
+    "measure_pieces": encode_body,
+    "find_rows": encode_body,
+    "count_codes": encode_body,
+    "begin_chunks": encode_body,
+    "open_bodies": decode_body,
+    "read_streams": decode_body,
+    "write_rows": decode_body,
     "check_parts": Lz4Codec.read,
     "finish_parts": Lz4Codec.read,
     "frequent_by_position": cpu.frequent_values,

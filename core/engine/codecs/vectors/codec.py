@@ -10,8 +10,11 @@ from typing import Any, ClassVar
 import numpy as np
 import torch
 
+from ....dtypes import dense
 from ....errors import ArgumentError, ArgumentTypeError, CorruptedDataError
 from ...kernels.blob_format import HEADER_BYTES
+from ...kernels.cuda import kernels_on
+from ...kernels.vector_chunks import VectorOptions
 from ...kernels.vector_format import (
     KINDS,
     VLZ_BOUNDED_FORM,
@@ -27,7 +30,14 @@ from .encoding import encode_body, finite_range
 
 
 class _VectorCodec(BlobCodec):
-    """Whole tensors ``[N, ...]`` as N rows; equal rows are kept once."""
+    """Whole tensors ``[N, ...]`` as N rows; equal rows are kept once.
+
+    Notes
+    -----
+    On a GPU a tensor to be encoded has fewer than 2**28 real numbers, one to be decoded 2**32.
+    """
+
+    device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
 
     def __init__(self, window: int | None = None, *, references: bool = True) -> None:
         if window is not None and window not in WINDOWS or isinstance(window, bool):
@@ -42,6 +52,10 @@ class _VectorCodec(BlobCodec):
     def bound_of(self, t: torch.Tensor) -> float:
         """Return how far a decoded element of a tensor may be from the given one."""
 
+    @abstractmethod
+    def options(self) -> VectorOptions:
+        """Return how kernels encode a tensor."""
+
     def max_encoded_bytes(self, shape: Sequence[int], dtype: torch.dtype) -> int:
         """Return the bytes of the raw tensor and of both headers."""
         return HEADER_BYTES + raw_body_bytes(elements(shape) * dtype.itemsize)
@@ -49,9 +63,13 @@ class _VectorCodec(BlobCodec):
     def encode(
         self, t: torch.Tensor, out: torch.Tensor | None = None, *, sm_budget: int | None = None
     ) -> Blob:
-        """Encode a tensor on the CPU; see `BlobCodec.encode`."""
-        _check_on_cpu("t", t)
+        """Encode a tensor on its own device; see `BlobCodec.encode`."""
         data = check_encode_arguments(self, t, out, sm_budget)
+        if t.device.type == "cuda":
+            form = self._header(0, t)[2]
+            kernels = kernels_on(t.device)
+            kernels.encode_vector(dense(t), self.options(), form, data, sm_budget)
+            return Blob(data, t.shape, t.dtype)
         target = data.numpy()
         body = encode_body(
             t, self.bound_of(t), self.window, target[HEADER_BYTES:], references=self.references
@@ -62,15 +80,18 @@ class _VectorCodec(BlobCodec):
     def decode(
         self, blob: Blob, out: torch.Tensor | None = None, *, sm_budget: int | None = None
     ) -> torch.Tensor:
-        """Decode a blob on the CPU; see `BlobCodec.decode`."""
-        if isinstance(blob, Blob):
-            _check_on_cpu("blob: data", blob.data)
+        """Decode a blob on its own device; see `BlobCodec.decode`."""
         result = check_decode_arguments(self, blob, out, sm_budget)
+        in_order = bits_in_order(result)
+        target = result if in_order else torch.empty_like(result, memory_format=_ROWS)
+        if blob.device.type == "cuda":
+            form, bounded = self._header(0, result)[2], [self.error_bound is not None]
+            kernels = kernels_on(blob.device)
+            kernels.decode_vectors([blob.data], [target], bounded, form, sm_budget)
+            return result if in_order else result.copy_(target)
         header = blob.data[:HEADER_BYTES].view(torch.int64).tolist()
         if tuple(header[1:]) != self._header(0, result)[1:]:
             raise CorruptedDataError(f"blob: its {self.name} form is damaged, or of another tensor")
-        in_order = bits_in_order(result)
-        target = result if in_order else torch.empty(result.shape, dtype=result.dtype)
         body = blob.data[HEADER_BYTES : blob.nbytes].numpy()
         decode_body(body, target, bounded=self.error_bound is not None)
         return result if in_order else result.copy_(target)
@@ -153,6 +174,10 @@ class VectorLzCodec(_VectorCodec):
         """Return 0: every bit is kept."""
         return 0.0
 
+    def options(self) -> VectorOptions:
+        """Return how kernels encode a tensor."""
+        return VectorOptions(window=self.window, references=self.references)
+
 
 class BoundedVectorCodec(_VectorCodec):
     """Encodes whole tensors of rows within a bound: quantised, and equal rows of codes kept once.
@@ -221,6 +246,10 @@ class BoundedVectorCodec(_VectorCodec):
         least, largest = finite_range(t)
         return self.bound * (largest - least) if largest > least else 0.0
 
+    def options(self) -> VectorOptions:
+        """Return how kernels encode a tensor."""
+        return VectorOptions(self.bound, self.relative, self.window, self.references)
+
     def bounds(self, t: torch.Tensor) -> torch.Tensor:
         """Return the bound for finite elements, 0 for others; see `BlobCodec.bounds`."""
         check_tensor_argument("t", t)
@@ -247,6 +276,4 @@ def checked_bound(name: str, bound: float) -> float:
     return float(bound)
 
 
-def _check_on_cpu(name: str, t: torch.Tensor) -> None:
-    if isinstance(t, torch.Tensor) and t.device.type == "cuda":
-        raise ArgumentTypeError(f"{name}: on {t.device}, codecs of vectors take tensors on the cpu")
+_ROWS = torch.contiguous_format

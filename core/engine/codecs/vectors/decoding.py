@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
@@ -89,7 +91,7 @@ def _check(header: BodyHeader, out: torch.Tensor, bounded: bool) -> None:
             header.index_bits <= 32 if header.references in _WITH_FIELDS else not header.index_bits
         )
         and (header.references is not References.CODED or distinct <= MOST_SYMBOLS)
-        and (not coded or (header.step > 0 and abs(header.least) <= MOST_CODE))
+        and (not coded or (0 < header.step < math.inf and abs(header.least) <= MOST_CODE))
         and header.outliers <= distinct * row
     )
     if not sound:

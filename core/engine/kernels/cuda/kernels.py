@@ -27,6 +27,8 @@ from .rle import RleKernels
 from .runner import Runner
 from .slots import SlotKernels
 from .unpack import UnpackKernels
+from .vector_decode import VectorDecodeKernels
+from .vector_encode import VectorEncodeKernels
 from .zeros import ZeroKernels
 from .zfp import ZfpKernels
 from .zvc import ZvcKernels
@@ -101,5 +103,8 @@ class CudaKernels:
         self.encode_zfp, self.decode_zfp = zfp.encode_zfp, zfp.decode_zfp
         lz4 = Lz4Kernels(runner)
         self.encode_lz4, self.decode_lz4 = lz4.encode_lz4, lz4.decode_lz4
+        vectors = VectorEncodeKernels(runner)
+        self.encode_vector, self.encode_vectors = vectors.encode_vector, vectors.encode_vectors
+        self.decode_vectors = VectorDecodeKernels(runner).decode_vectors
         zvc = ZvcKernels(runner)
         self.encode_zvc, self.decode_zvc = zvc.encode_zvc, zvc.decode_zvc

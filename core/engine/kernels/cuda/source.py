@@ -60,6 +60,7 @@ from ..tile_format import (
     Granularity,
     TileFormat,
 )
+from ..vector_chunks import VECTOR_KERNELS, VECTOR_NUMBERS, vector_settings
 from ..zfp_format import (
     FLOAT_KINDS,
     LEAST_EXPONENT,
@@ -102,6 +103,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "rle": ("count_rle", "pack_rle", "decode_rle"),
     "lz4": ("place_parts", "move_parts", "find_parts", "check_parts", "finish_parts"),
     "zfp": ("encode_zfp", "pack_zfp", "decode_zfp"),
+    **VECTOR_KERNELS,
 }
 
 #: Fewest chunks a lane with which eight lanes can take a row.
@@ -345,9 +347,10 @@ class PlainVariant:
         """Readable name, for tests and logs."""
         if self.file in UNIT_FILES:
             return f"{self.file}-" + "-".join(f"{k.lower()}{v}" for k, v in self.settings[:1])
-        if self.file not in ("copy", "bags", "attend", "quantized", "zvc"):
+        if self.file not in ("copy", "bags", "attend", "quantized", "zvc", *VECTOR_KERNELS):
             return self.file
-        named = self.settings[: {"quantized": len(TILE_SETTINGS), "zvc": 1}.get(self.file)]
+        most = {"quantized": len(TILE_SETTINGS), "zvc": 1, **dict.fromkeys(VECTOR_KERNELS, 2)}
+        named = self.settings[: most.get(self.file)]
         return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in named)])
 
 
@@ -515,6 +518,11 @@ def zvc_variant(unit_bytes: int) -> PlainVariant:
     )
 
 
+def vector_variant(file: str, width: int, kind: int) -> PlainVariant:
+    """Return kernels of rows of which equal ones are kept once; see `vector_settings`."""
+    return PlainVariant(file, vector_settings(width, kind))
+
+
 def widest_vector(chunk_bytes: int, uniform: bool) -> int:
     """Return the most chunks that a lane of the decoder takes: 16 bytes of them.
 
@@ -545,6 +553,7 @@ def all_variants() -> Iterator[AnyVariant]:
     yield from map(zfp_variant, FLOAT_KINDS.values())
     yield from map(quantized_variant, TILE_FORMATS)
     yield from map(zvc_variant, ZVC_UNIT_BYTES)
+    yield from (vector_variant(f, w, k) for f in VECTOR_KERNELS for w, k in VECTOR_NUMBERS)
     for size in BAG_VALUE_BYTES:
         yield from (bags_variant(size, vector) for vector in (1, 16 // size))
     # Attention knows tiles of any number of groups of 16 tokens up to 16: here the usual one, the

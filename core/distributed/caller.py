@@ -1,0 +1,273 @@
+"""What a user of the collective keeps between exchanges: an object, or a group's function."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import asdict
+
+import torch
+import torch.distributed as dist
+
+from ..engine.advisor import NetworkModel, network_model
+from ..engine.codecs import BoundedVectorCodec
+from ..engine.transfer import ThreadLane
+from ..errors import ArgumentError
+from .device import DeviceExchange
+from .exchange import Exchange, Rows
+from .faults import Faults
+from .helpers import helper_of
+from .selection import (
+    PIECES,
+    PLAIN,
+    Decision,
+    Measured,
+    TableChoice,
+    WayRecord,
+    as_floats,
+)
+from .stats import Counters
+
+#: What `codec` accepts.
+CODECS = ("auto", "compressed", "raw")
+
+#: Kinds of rows of which the function remembers how they are written.
+MOST_CHOICES = 64
+
+
+def checked_codec(codec: str) -> str:
+    """Return the name of a codec that is accepted, or refuse it."""
+    if codec not in CODECS:
+        raise ArgumentError(f"codec: {codec!r:.60}, accepted are {', '.join(CODECS)}")
+    return codec
+
+
+class Caller:
+    """Exchanges of one user, of which each decides how the next ones go.
+
+    Parameters
+    ----------
+    codec : str
+        ``"auto"``, ``"compressed"`` or ``"raw"``.
+    lasting : bool
+        Whether every call after a failed one raises.
+    ways : int
+        1, or 2: forward and backward.
+    pieces, every : int
+        As for `Decision`.
+    """
+
+    def __init__(
+        self, *, codec: str, lasting: bool, ways: int = 1, pieces: int = 1, every: int | None = None
+    ) -> None:
+        self.codec = codec
+        self.faults = Faults(lasting=lasting)
+        self.counters = [Counters() for _ in range(ways)]
+        given = {} if every is None else {"every": every}
+        self.decision = Decision(ways=ways, pieces=pieces, **given)
+        self._pieces = pieces
+        self._lane: ThreadLane | None = None
+        self._model: NetworkModel | None = None
+        self._choices: dict[tuple[torch.dtype, int, bool], TableChoice] = {}
+
+    def choice_for(self, rows: Rows) -> TableChoice:
+        """Return how rows of a dtype, size and kind of bound are written."""
+        key = (rows.sent.dtype, rows.sent.shape[1], rows.bound > 0)
+        if key not in self._choices and len(self._choices) >= MOST_CHOICES:
+            self._choices.clear()
+        return self._choices.setdefault(key, TableChoice())
+
+    def is_plain(self, way: int = 0) -> bool:
+        """Return whether torch's own collective delivers the next exchange."""
+        return self.codec == "raw" or self.decision.modes[way] == PLAIN
+
+    def exchange(
+        self,
+        group: dist.ProcessGroup,
+        tables: Sequence[Rows],
+        choices: Sequence[TableChoice],
+        way: int = 0,
+    ) -> None:
+        """Exchange rows of tables; see `Exchange.run`, and `Rows` for what is written to.
+
+        Parameters
+        ----------
+        group : ProcessGroup
+            Whose ranks exchange.
+        tables : sequence of Rows
+            As for `Exchange`.
+        choices : sequence of TableChoice
+            One a table; measured anew where this call decides.
+        way : int
+            0: forward, 1: backward.
+        """
+        device = tables[0].sent.device
+        coded = device.type in BoundedVectorCodec.device_types
+        if self.codec == "raw" or not coded or (device.type != "cpu" and group.size() == 1):
+            # Without counting: nothing is decided.
+            self._plain(group, tables, way)
+            return
+        self.faults.check()
+        due = self.decision.begin() and self.codec == "auto" and group.size() > 1
+        if due and self._model is None:
+            self._model = self.faults.stage("sizes", lambda: network_model(group, device))
+        model = self._model if due else None
+        if device.type != "cpu":
+            self._exchange_on_gpu(group, tables, model, way)
+            return
+        if model is not None:
+            self._choose(group, tables, choices, model)
+        if self.is_plain(way):
+            if model is not None:
+                self._decide_while_plain(group, tables, choices, model, way)
+            self._plain(group, tables, way)
+            return
+        others = group.size() - 1
+        numbers = [] if model is None else self.decision.predictions(model, others)
+        for table, choice in zip(tables, choices, strict=True):
+            table.candidate = choice.candidate
+        counters = self.counters[way]
+        before = asdict(counters)
+        exchange = Exchange(
+            group,
+            tables,
+            counters,
+            self.faults,
+            pieces=self._pieces if self.decision.modes[way] == PIECES else 1,
+            lane=self._pieces_lane(),
+            numbers=numbers,
+        )
+        of_ranks = exchange.run()
+        if numbers:
+            self.decision.decide(of_ranks)
+        record = self.decision.records[way]
+        record.calls += 1
+        for name in ("raw_bytes", "moved_bytes", "encode_s", "decode_s"):
+            took = getattr(counters, name) - before[name]
+            setattr(record, name, getattr(record, name) + took)
+
+    def _exchange_on_gpu(
+        self,
+        group: dist.ProcessGroup,
+        tables: Sequence[Rows],
+        model: NetworkModel | None,
+        way: int,
+    ) -> None:
+        """Exchange rows on a GPU; where this call decides, what their coding takes is measured."""
+        helper = helper_of(group, "cuda")
+        if model is not None:
+            trial = DeviceExchange(helper, tables, Counters(), Faults(lasting=False)).trial()
+            raw = sum(table.raw_bytes(dist.get_rank(group)) for table in tables)
+            encode_s, decode_s, moved_bytes = trial
+            self.decision.records[way] = WayRecord(1, raw, moved_bytes, encode_s, decode_s)
+        plain = self.is_plain(way)
+        others = group.size() - 1
+        numbers = [] if model is None else self.decision.predictions(model, others)
+        if plain:
+            if numbers:
+                self._agree(group, numbers, tables[0].sent.device)
+            self._plain(group, tables, way)
+            return
+        exchange = DeviceExchange(
+            helper,
+            tables,
+            self.counters[way],
+            self.faults,
+            numbers=numbers,
+            lane=helper.stream,
+        )
+        of_ranks = exchange.run()
+        if numbers:
+            self.decision.decide(of_ranks)
+
+    def _pieces_lane(self) -> ThreadLane | None:
+        if self._pieces > 1 and self._lane is None:
+            self._lane = ThreadLane("bitslab-pieces")
+        return self._lane
+
+    def _choose(
+        self,
+        group: dist.ProcessGroup,
+        tables: Sequence[Rows],
+        choices: Sequence[TableChoice],
+        model: NetworkModel,
+    ) -> None:
+        """Measure each table's candidates on the rows for the rank that gets most."""
+        own = dist.get_rank(group)
+        for table, choice in zip(tables, choices, strict=True):
+            parts = torch.split(table.sent, list(table.send_rows))
+            others = [part for rank, part in enumerate(parts) if rank != own]
+            choice.choose(max(others, key=len), table.bound, model)
+
+    def _decide_while_plain(
+        self,
+        group: dist.ProcessGroup,
+        tables: Sequence[Rows],
+        choices: Sequence[TableChoice],
+        model: NetworkModel,
+        way: int,
+    ) -> None:
+        """Decide by what compressing these rows would take, agreed in one small all-reduce."""
+        record = self.decision.records[way]
+        rank = dist.get_rank(group)
+        record.calls = 1
+        record.raw_bytes = record.moved_bytes = record.encode_s = record.decode_s = 0.0
+        for table, choice in zip(tables, choices, strict=True):
+            raw = table.raw_bytes(rank)
+            found = choice.measured.get(choice.candidate.name, Measured(1.0, 0.0, 0.0))
+            record.raw_bytes += raw
+            record.moved_bytes += raw / found.ratio
+            record.encode_s += raw * found.encode_s_per_byte
+            record.decode_s += raw * found.decode_s_per_byte
+        self._agree(
+            group, self.decision.predictions(model, group.size() - 1), tables[0].sent.device
+        )
+
+    def _agree(
+        self, group: dist.ProcessGroup, numbers: Sequence[int], device: torch.device
+    ) -> None:
+        """Decide by the predictions of all ranks, by one small all-reduce."""
+        slowest = torch.tensor(as_floats(numbers), dtype=torch.float64, device=device)
+        self.faults.stage("sizes", lambda: dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group))
+        self.decision.decide_by(slowest.tolist())
+
+    def _plain(self, group: dist.ProcessGroup, tables: Sequence[Rows], way: int) -> None:
+        """Let torch's own collective deliver each table's rows."""
+        self.faults.check()
+        counters = self.counters[way]
+        started = time.perf_counter()
+        for table in tables:
+            _deliver(self.faults, group, table)
+            table.repeats = None
+            table.places = [None] * group.size()
+            counters.raw_bytes += table.raw_bytes(dist.get_rank(group))
+            counters.moved_bytes += table.raw_bytes(dist.get_rank(group))
+        counters.payload_s += time.perf_counter() - started
+        counters.plain_calls += 1
+
+
+def _deliver(faults: Faults, group: dist.ProcessGroup, table: Rows) -> None:
+    """Deliver rows by torch's own collective, as bytes: gloo knows few dtypes."""
+    if table.row_bytes == 0:
+        return
+    sent, received = (t.view(torch.uint8) for t in (table.sent, table.received))
+    faults.stage(
+        "payload",
+        lambda: dist.all_to_all_single(
+            received, sent, list(table.receive_rows), list(table.send_rows), group=group
+        ),
+    )
+
+
+_callers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Caller]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def function_caller(group: dist.ProcessGroup, codec: str) -> Caller:
+    """Return what the function keeps between its exchanges over a communicator."""
+    of_group = _callers.setdefault(group, {})
+    if codec not in of_group:
+        of_group[codec] = Caller(codec=codec, lasting=False)
+    return of_group[codec]

@@ -1,0 +1,75 @@
+"""Communicators of a group that one thread of this process uses alone."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from ..engine.transfer import StreamLane, ThreadLane
+
+
+@dataclass(frozen=True)
+class Helper:
+    """A communicator of a group, and the thread that uses it.
+
+    Parameters
+    ----------
+    group : ProcessGroup
+        The same ranks as the group that it serves, with the same timeout.
+    lane : ThreadLane
+        One thread: exchanges run in the order in which they were asked for.
+    stream : StreamLane or None
+        Where messages cross, on a GPU.
+    """
+
+    group: dist.ProcessGroup
+    lane: ThreadLane
+    stream: StreamLane | None = None
+
+
+_helpers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Helper]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def helper_of(group: dist.ProcessGroup, device_type: str = "cpu") -> Helper:
+    """Return the helper of a group for tensors of a device; all its ranks make it at once."""
+    of_group = _helpers.setdefault(group, {})
+    if device_type not in of_group:
+        _make_as_many_groups(group, device_type)
+        own = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend="nccl" if device_type == "cuda" else "gloo",
+            timeout=timeout_of(group, device_type),
+            use_local_synchronization=True,
+        )
+        stream = None
+        if device_type == "cuda":
+            stream = StreamLane(torch.device("cuda", torch.cuda.current_device()))
+        of_group[device_type] = Helper(own, ThreadLane("bitslab-exchange"), stream)
+    return of_group[device_type]
+
+
+def _make_as_many_groups(group: dist.ProcessGroup, device_type: str) -> None:
+    """Make groups of this rank alone until it knows as many as the others of a group.
+
+    torch names a group that only its ranks make by the number of groups that a rank knows: ranks
+    that differ in it would wait for each other under two names.
+    """
+    known = dist.distributed_c10d._world.pg_names
+    most = torch.tensor([len(known)], device=device_type)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    while len(known) < int(most):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+
+
+def timeout_of(group: dist.ProcessGroup, device_type: str = "cpu") -> timedelta | None:
+    """Return how long collectives of a group wait at most; None where its backend keeps it."""
+    backend = group._get_backend(torch.device(device_type))
+    options = getattr(backend, "options", None)
+    found = getattr(options, "_timeout", None)
+    return found if isinstance(found, timedelta) else None

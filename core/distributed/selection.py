@@ -1,0 +1,265 @@
+"""Which way to write a table's rows, and whether to compress at all: equation 2 of the SC'24 paper.
+
+``speed-up = 1 / (1 / ratio + rate * (1 / encode + 1 / decode))``, with what the paper leaves out:
+seconds that an exchange takes however small it is, and those of the sizes stage.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..engine.advisor import NetworkModel
+from ..errors import CorruptedDataError
+from .messages import RAW, REFERENCES, Candidate, decode_part, encode_part, most_part_bytes
+from .wire import DESCRIPTOR_BYTES
+
+#: Ways to write rows within a bound, and of every bit.
+WITHIN_BOUND = (
+    REFERENCES,
+    Candidate("window", window=255),
+    Candidate("codes", references=False),
+    Candidate("lossless", bounded=False),
+    RAW,
+)
+EVERY_BIT = (REFERENCES, Candidate("codes", references=False), RAW)
+#: What is chosen is given up for what takes at most this share of its seconds.
+HYSTERESIS = 0.9
+#: Bytes of rows that candidates are tried on.
+TRIAL_BYTES = 1 << 20
+#: Of each candidate; the shorter time counts.
+TRIALS = 2
+#: The first call that decides, counted from 0, and from there on each so many.
+FIRST_DECISION, DECISION_EVERY = 8, 64
+
+COMPRESSED, PIECES, PLAIN = MODES = ("compressed", "pieces", "plain")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What writing and reading rows took.
+
+    Parameters
+    ----------
+    ratio : float
+        Raw bytes over those of the part.
+    encode_s_per_byte, decode_s_per_byte : float
+        Seconds for each raw byte.
+    """
+
+    ratio: float
+    encode_s_per_byte: float
+    decode_s_per_byte: float
+
+    def s_per_byte(self, link_s_per_byte: float) -> float:
+        """Return the seconds of a raw byte through a link."""
+        return self.encode_s_per_byte + self.decode_s_per_byte + link_s_per_byte / self.ratio
+
+
+@dataclass
+class TableChoice:
+    """How a table's rows are written, and what was measured of each way.
+
+    Parameters
+    ----------
+    candidate : Candidate
+        How.
+    measured : dict of str to Measured
+        By the candidate's name.
+    """
+
+    candidate: Candidate = REFERENCES
+    measured: dict[str, Measured] = field(default_factory=dict)
+
+    def choose(self, rows: torch.Tensor, bound: float, model: NetworkModel) -> None:
+        """Measure all candidates on rows ``[n, row]`` on the CPU, and choose the fastest.
+
+        Parameters
+        ----------
+        rows : torch.Tensor
+            For one other rank, of which some are tried.
+        bound : float
+            As for `encode_part`.
+        model : NetworkModel
+            What the group's link takes.
+        """
+        row_bytes = rows.shape[1] * rows.element_size()
+        if not len(rows) or not row_bytes:
+            return
+        sample = rows[: max(1, TRIAL_BYTES // row_bytes)]
+        candidates = WITHIN_BOUND if bound else EVERY_BIT
+        self.measured = {c.name: measure(sample, bound, c) for c in candidates}
+        link = 1 / model.bytes_per_s
+        cost = {c.name: self.measured[c.name].s_per_byte(link) for c in candidates}
+        best = min(candidates, key=lambda c: cost[c.name])
+        now = cost.get(self.candidate.name, math.inf)
+        if cost[best.name] < HYSTERESIS * now:
+            self.candidate = best
+
+    def state_dict(self) -> str:
+        """Return the candidate's name."""
+        return self.candidate.name
+
+    def load_state_dict(self, name: str) -> None:
+        """Take the candidate of a name.
+
+        Raises
+        ------
+        CorruptedDataError
+            When there is none.
+        """
+        by_name = {c.name: c for c in WITHIN_BOUND}
+        if name not in by_name:
+            raise CorruptedDataError(f"state: {name!r:.60} is no way to write rows")
+        self.candidate = by_name[name]
+
+
+def measure(rows: torch.Tensor, bound: float, candidate: Candidate) -> Measured:
+    """Return what writing rows ``[n, row]`` on the CPU one way takes, and reading them."""
+    out = np.empty(most_part_bytes(len(rows), rows.shape[1] * rows.element_size()), np.uint8)
+    received = torch.empty_like(rows)
+    raw, encode, decode, used = rows.nbytes, math.inf, math.inf, 1
+    for _ in range(TRIALS):
+        started = time.perf_counter()
+        used, _ = encode_part(rows, bound, candidate, None, out)
+        encoded = time.perf_counter()
+        decode_part(out[:used], received)
+        encode = min(encode, encoded - started)
+        decode = min(decode, time.perf_counter() - encoded)
+    return Measured(raw / used, encode / raw, decode / raw)
+
+
+@dataclass
+class WayRecord:
+    """What the exchanges one way took since the last decision.
+
+    Parameters
+    ----------
+    calls : int
+        Exchanges.
+    raw_bytes, moved_bytes : float
+        For other ranks.
+    encode_s, decode_s : float
+        Seconds.
+    """
+
+    calls: int = 0
+    raw_bytes: float = 0.0
+    moved_bytes: float = 0.0
+    encode_s: float = 0.0
+    decode_s: float = 0.0
+
+    def predicted(self, model: NetworkModel, others: int, pieces: int) -> tuple[float, ...]:
+        """Return the seconds of an exchange for each of MODES; -1 where nothing is known."""
+        if not self.calls:
+            return (-1.0,) * len(MODES)
+        raw, moved = self.raw_bytes / self.calls, self.moved_bytes / self.calls
+        encode, decode = self.encode_s / self.calls, self.decode_s / self.calls
+        sizes = model.seconds(DESCRIPTOR_BYTES * others)
+        payload = model.seconds(moved)
+        compressed = encode + sizes + payload + decode
+        overlapped = -1.0
+        if pieces > 1:
+            # All but the slowest stage are waited for once, of one piece.
+            stages = (encode, pieces * sizes + pieces * model.seconds(moved / pieces), decode)
+            overlapped = max(stages) + (sum(stages) - max(stages)) / pieces
+        return compressed, overlapped, model.seconds(raw)
+
+
+class Decision:
+    """Whether exchanges are compressed, one way and the other; the same on all ranks.
+
+    Parameters
+    ----------
+    ways : int
+        1, or 2: forward and backward.
+    pieces : int
+        Pieces that may be used.
+    every : int
+        Calls from one decision to the next.
+    """
+
+    def __init__(self, *, ways: int, pieces: int = 1, every: int = DECISION_EVERY) -> None:
+        first = PIECES if pieces > 1 else COMPRESSED
+        self.modes = [first] * ways
+        self.records = [WayRecord() for _ in range(ways)]
+        self._pieces, self._every = pieces, every
+        self._calls = 0
+
+    def begin(self) -> bool:
+        """Count a call; return whether all ranks decide in it."""
+        since = self._calls - min(FIRST_DECISION, self._every)
+        self._calls += 1
+        return since >= 0 and since % self._every == 0
+
+    def predictions(self, model: NetworkModel, others: int) -> list[int]:
+        """Return this rank's predicted seconds as int64 numbers, and begin records anew."""
+        seconds = [
+            s for record in self.records for s in record.predicted(model, others, self._pieces)
+        ]
+        self.records = [WayRecord() for _ in self.records]
+        return as_integers(seconds)
+
+    @property
+    def count(self) -> int:
+        """Numbers that `predictions` returns."""
+        return len(MODES) * len(self.modes)
+
+    def decide(self, numbers: Sequence[Sequence[int]]) -> None:
+        """Decide by the predictions of all ranks: an exchange takes what its slowest rank does."""
+        self.decide_by(np.array([as_floats(each) for each in numbers]).max(axis=0).tolist())
+
+    def decide_by(self, slowest: Sequence[float]) -> None:
+        """Decide by the seconds of the slowest rank for each way and mode."""
+        for way, mode in enumerate(self.modes):
+            at = len(MODES) * way
+            seconds = dict(zip(MODES, slowest[at : at + len(MODES)], strict=True))
+            known = {name: s for name, s in seconds.items() if s >= 0}
+            if mode not in known:
+                continue
+            best = min(known, key=known.__getitem__)
+            if known[best] < HYSTERESIS * known[mode]:
+                self.modes[way] = best
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return modes and calls."""
+        return {"modes": list(self.modes), "calls": self._calls}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on as where `state_dict` was taken.
+
+        Raises
+        ------
+        CorruptedDataError
+            When it is damaged.
+        """
+        modes, calls = state.get("modes"), state.get("calls")
+        sound = (
+            isinstance(modes, list)
+            and len(modes) == len(self.modes)
+            and all(mode in MODES for mode in modes)
+            and isinstance(calls, int)
+            and calls >= 0
+        )
+        if not sound:
+            raise CorruptedDataError(f"state: {dict(state)!r:.80}, expected modes and calls")
+        usable = COMPRESSED if self._pieces == 1 else PIECES
+        self.modes = [usable if mode == PIECES else str(mode) for mode in modes or []]
+        self._calls = int(calls or 0)
+
+
+def as_integers(seconds: Sequence[float]) -> list[int]:
+    """Return float64 as the int64 of their bits."""
+    return list(struct.unpack(f"<{len(seconds)}q", struct.pack(f"<{len(seconds)}d", *seconds)))
+
+
+def as_floats(numbers: Sequence[int]) -> list[float]:
+    """Return what `as_integers` was given."""
+    return list(struct.unpack(f"<{len(numbers)}d", struct.pack(f"<{len(numbers)}q", *numbers)))

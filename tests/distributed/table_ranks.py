@@ -1,0 +1,449 @@
+"""What ranks check of `CompressedAllToAll`: tables, adaptive bounds, gradients, decisions."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import bitslab
+from bitslab.distributed import (
+    AdaptiveBound,
+    CompressedAllToAll,
+    ErrorBound,
+    Table,
+    all_to_all_single,
+    linear,
+)
+from bitslab.distributed.device import DeviceExchange
+from bitslab.distributed.exchange import Rows
+from bitslab.distributed.faults import Faults
+from bitslab.distributed.helpers import helper_of, timeout_of
+from bitslab.distributed.stats import Counters
+from bitslab.engine.advisor import network_model
+from bitslab.engine.codecs.vectors import decode_body, encode_body
+from bitslab.engine.kernels.vector_chunks import VectorOptions
+from bitslab.engine.kernels.vector_format import raw_body_bytes
+from tests.distributed.ranks import error_of, splits
+
+TABLES = [Table("users", 8), Table("items", 3), Table("days", 2, torch.int64)]
+
+
+def rows_of(table: Table, n: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(11, table.row_elements, generator=generator) * 100
+    return values.to(table.dtype)[torch.randint(11, (n,), generator=generator)]
+
+
+def by_torch(t: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+    found = torch.empty(sum(received), *t.shape[1:], dtype=t.dtype)
+    dist.all_to_all_single(found, t.detach(), received, sent)
+    return found
+
+
+def tables(rank: int, ranks: int) -> dict[str, Any]:
+    """Rows of three tables at once, one of them sent by rank 0 alone, in one and three pieces."""
+    seen: dict[str, Any] = {}
+    for pieces in (1, 3):
+        exchange = CompressedAllToAll(tables=TABLES, pieces=pieces, codec="compressed")
+        inputs, receive, send, expected = {}, {}, {}, {}
+        for i, table in enumerate(TABLES):
+            received, sent = splits(rank, ranks, i)
+            if table.name == "items":
+                sent = sent if rank == 0 else [0] * ranks
+                received = [received[0], *[0] * (ranks - 1)]
+            t = rows_of(table, sum(sent), 10 * rank + i)
+            expected[table.name] = by_torch(t, received, sent)
+            receive[table.name] = received
+            if sum(sent):
+                inputs[table.name], send[table.name] = t, sent
+        found = exchange.exchange_tables(inputs, receive, send)
+        seen[f"equal in {pieces}"] = list(found) == [t.name for t in TABLES] and all(
+            torch.equal(found[name], t) for name, t in expected.items()
+        )
+        stats = exchange.stats()
+        by_table = sum(t["raw_bytes"] for t in stats["tables"].values())
+        seen[f"raw in {pieces}"] = by_table == stats["forward"]["raw_bytes"] > 0
+        moved = sum(t["moved_bytes"] for t in stats["tables"].values())
+        seen[f"moved in {pieces}"] = 0 < moved < stats["forward"]["moved_bytes"]
+        seen[f"calls in {pieces}"] = stats["forward"]["calls"] == 1
+    send["users"] = [n + (to == 1 and rank == 0) for to, n in enumerate(send["users"])]
+    inputs["users"] = rows_of(TABLES[0], sum(send["users"]), 1)
+    seen["error"] = error_of(lambda: exchange.exchange_tables(inputs, receive, send))
+    return seen
+
+
+def gradients_of_tables(rank: int, ranks: int) -> dict[str, Any]:
+    """Gradients of two tables, with repeated ids, beside sums in float64; a third one has none."""
+    exchange = CompressedAllToAll(tables=TABLES)
+    weights, ids, inputs, receive, send, exact = {}, {}, {}, {}, {}, {}
+    loss = torch.zeros(())
+    for i, table in enumerate(TABLES[:2]):
+        receive[table.name], send[table.name] = splits(rank, ranks, i)
+        generator = torch.Generator().manual_seed(rank + i)
+        weights[table.name] = torch.randn(5, table.row_elements, generator=generator)
+        weights[table.name].requires_grad_()
+        ids[table.name] = torch.randint(5, (sum(send[table.name]),), generator=generator)
+        inputs[table.name] = weights[table.name][ids[table.name]]
+    receive["days"], send["days"] = splits(rank, ranks, 9)
+    days = rows_of(TABLES[2], sum(send["days"]), rank)
+    found = exchange.exchange_tables(inputs | {"days": days}, receive, send, row_ids=ids)
+    integers = found.pop("days")
+    for name, t in found.items():
+        factors = torch.arange(t.numel()).view(t.shape) + 1.0 + rank
+        loss = loss + (t * factors).sum()
+        back = by_torch(factors, send[name], receive[name])
+        exact[name] = torch.zeros(weights[name].shape, dtype=torch.float64)
+        exact[name].index_add_(0, ids[name], back.double())
+    loss.backward()
+    return {
+        name: bool(torch.allclose(weights[name].grad.double(), exact[name], rtol=1e-6))  # type: ignore[union-attr]
+        for name in exact
+    } | {
+        "iteration": exchange.state_dict()["iteration"] == 1,
+        "days": torch.equal(integers, by_torch(days, receive["days"], send["days"])),
+        "no gradient": not integers.requires_grad,
+    }
+
+
+def adaptive(rank: int, ranks: int) -> dict[str, Any]:
+    """Classes by the first rows, bounds that fall, and a resumed run with the same bounds."""
+    planned = [Table(name, 16) for name in ("merging", "few")]
+    bound = AdaptiveBound(0.03, schedule=linear(3, start=2.0))
+    exchange = CompressedAllToAll(tables=planned, error_bound=bound, codec="compressed")
+    generator = torch.Generator().manual_seed(rank)
+    noise = torch.rand(64 * ranks, 16, generator=generator) * 1e-3
+    corners = torch.randint(2, (64 * ranks, 1), generator=generator).float()
+    few = torch.randn(4, 16, generator=generator)
+    inputs = {
+        "merging": corners + noise,
+        "few": few[torch.randint(4, (64 * ranks,), generator=generator)],
+    }
+    sizes = {name: [64] * ranks for name in inputs}
+    exact = {name: by_torch(t, [64] * ranks, [64] * ranks) for name, t in inputs.items()}
+    spans: list[dict[str, float]] = [{} for _ in range(ranks)]
+    dist.all_gather_object(spans, {name: float(t.max() - t.min()) for name, t in inputs.items()})
+
+    def errors(of: CompressedAllToAll) -> dict[str, float]:
+        found = of.exchange_tables(inputs, sizes, sizes)
+        return {
+            name: max(
+                float((a.double() - b.double()).abs().max()) / spans[source][name]
+                for source, (a, b) in enumerate(
+                    zip(found[name].split(64), exact[name].split(64), strict=True)
+                )
+            )
+            for name in found
+        }
+
+    first = errors(exchange)
+    state = exchange.state_dict()
+    second = errors(exchange)
+    resumed = CompressedAllToAll(tables=planned, error_bound=bound, codec="compressed")
+    resumed.load_state_dict(state)
+    again = errors(resumed)
+    stats = resumed.stats()["tables"]
+    return {
+        "first": first,
+        "second": second,
+        "again": again,
+        "classes": {name: t["class"] for name, t in stats.items()},
+        "indices": {name: t["homogenisation_index"] for name, t in stats.items()},
+        "bounds": {name: t["error_bound"] for name, t in stats.items()},
+    }
+
+
+def rounded_gradients(rank: int, ranks: int) -> dict[str, Any]:
+    """Gradients within two bounds, unbiased, the same bits again, and what was lost kept by id."""
+    rows, bound = 200, 0.05
+    generator = torch.Generator().manual_seed(rank)
+    gradient = torch.randn(rows * ranks, 4, generator=generator)
+    exact = by_torch(gradient, [rows] * ranks, [rows] * ranks)
+    own = slice(rank * rows, (rank + 1) * rows)
+
+    def back(exchange: CompressedAllToAll, ids: torch.Tensor | None = None) -> torch.Tensor:
+        t = torch.zeros(rows * ranks, 4, requires_grad=True)
+        exchange(t, received_ids=ids).backward(gradient)
+        assert t.grad is not None
+        return t.grad
+
+    def make(**options: Any) -> CompressedAllToAll:
+        return CompressedAllToAll(
+            backward=ErrorBound(bound, "absolute"), seed=7, codec="compressed", **options
+        )
+
+    exchange = make()
+    found = [back(exchange) for _ in range(40)]
+    errors = torch.stack(found).double() - exact.double()
+    mean = errors.mean(0)
+    others = torch.ones(len(exact), dtype=torch.bool)
+    others[own] = False
+    resumed = make()
+    resumed.load_state_dict(exchange.state_dict() | {"backward_calls": 3})
+    kept = make(error_feedback=4 * rows)
+    ids = torch.arange(rows * ranks)
+    with_feedback = [back(kept, ids) for _ in range(40)]
+    drift = (torch.stack(with_feedback).double() - exact.double()).sum(0)
+    restored = make(error_feedback=4 * rows)
+    restored.load_state_dict(kept.state_dict())
+    return {
+        "within two bounds": bool(errors.abs().max() <= 2 * bound),
+        "rounded": bool((errors[:, others] != 0).any()),
+        "own rows": bool((errors[:, own] == 0).all()),
+        "unbiased": bool(mean.abs().max() < 5 * bound / 40**0.5),
+        "mean of all": float(mean[others].mean().abs()) < 0.005,
+        "differs by call": not torch.equal(found[0], found[1]),
+        "same bits again": torch.equal(back(resumed), found[3]),
+        # What was lost comes back: the sum of all is off by one rounding alone.
+        "feedback": bool(drift.abs().max() <= 2.1 * bound),
+        "without it": float(errors.sum(0).abs().max()) > 2.1 * bound,
+        "restored": torch.equal(back(restored, ids), back(kept, ids)),
+        "bytes": kept.stats()["feedback_bytes"] == rows * ranks * (4 * 4 + 16),
+        "no ids": error_of(lambda: back(kept)),
+    }
+
+
+def function_by_ids(rank: int, ranks: int) -> dict[str, Any]:
+    """Rows of one id cross once, and rows that share none are as many."""
+    ids = torch.arange(60 * ranks) % 3
+    table = torch.randn(3, 32, generator=torch.Generator().manual_seed(rank))
+    t = table[ids]
+    found = torch.empty_like(t)
+    all_to_all_single(found, t, codec="compressed", row_ids=ids)
+    distinct = torch.randn(ranks, 4)
+    other = torch.empty_like(distinct)
+    all_to_all_single(other, distinct, row_ids=torch.arange(ranks))
+    return {
+        "equal": torch.equal(found, by_torch(t, [60] * ranks, [60] * ranks)),
+        "distinct": torch.equal(other, by_torch(distinct, [1] * ranks, [1] * ranks)),
+    }
+
+
+def decisions(rank: int, ranks: int) -> dict[str, Any]:
+    """What shrinks goes compressed over a slow link, what does not plain; all ranks agree."""
+    of_torch = dist.all_to_all_single
+
+    def slowed(output: Any, given: Any, *args: Any, **options: Any) -> Any:
+        done = of_torch(output, given, *args, **options)
+        time.sleep(0.005 + given.nbytes / 20e6)
+        return done
+
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randn(20, 64, generator=generator)[torch.arange(1000 * ranks) % 20]
+    noise = torch.randint(-(1 << 60), 1 << 60, (500 * ranks, 8), generator=generator)
+    seen: dict[str, Any] = {}
+    exchange = CompressedAllToAll(decide_every=2)
+    # Figures of this link are kept where no other test finds them.
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["BITSLAB_CACHE"] = folder
+        setattr(dist, "all_to_all_single", slowed)  # noqa: B010 - mypy
+        try:
+            for name, t in (("rows", rows), ("noise", noise), ("again", rows)):
+                for _ in range(5):
+                    found = exchange(t)
+                stats = exchange.stats()
+                seen[name] = stats["modes"]["forward"], stats["tables"][""]["codec"]
+                expected = torch.empty_like(t)
+                of_torch(expected, t)
+                seen[f"{name} equal"] = torch.equal(found, expected)
+                modes: list[Any] = [None] * ranks
+                dist.all_gather_object(modes, stats["modes"])
+                seen[f"{name} agreed"] = all(mode == modes[0] for mode in modes)
+            seen["plain calls"] = exchange.stats()["forward"]["plain_calls"]
+        finally:
+            setattr(dist, "all_to_all_single", of_torch)  # noqa: B010 - mypy
+    return seen
+
+
+class CpuCoder:
+    """The codec's bodies of tensors on the CPU, behind the arguments of the kernels."""
+
+    def encode_vectors(
+        self, values: Sequence[torch.Tensor], options: Sequence[VectorOptions], out: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        offsets, sizes = [0], []
+        for t, option in zip(values, options, strict=True):
+            bound = option.bound
+            if bound and option.relative:
+                bound *= float(t.max() - t.min())
+            body = out[offsets[-1] :].numpy()
+            body = body[: raw_body_bytes(t.nbytes)]
+            sizes.append(encode_body(t, bound, option.window, body, references=option.references))
+            offsets.append(-(-(offsets[-1] + sizes[-1]) // 16) * 16)
+        return torch.tensor(offsets), torch.tensor(sizes)
+
+    def decode_vectors(
+        self, bodies: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], bounded: Sequence[bool]
+    ) -> None:
+        for body, out, codes in zip(bodies, outs, bounded, strict=True):
+            assert body.data_ptr() % 4 == 0
+            decode_body(body.numpy(), out, bounded=codes)
+
+
+def as_on_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
+    """The exchange of tensors on a GPU, with the CPU's codec and gloo in place of its own."""
+    helper = helper_of(_world())
+    planned = [*TABLES, Table("odd", 7, torch.uint8), Table("few", 5)]
+    seen: dict[str, Any] = {}
+
+    def exchange(bound: float, faults: Faults, wrong: int = 0) -> tuple[list[Rows], DeviceExchange]:
+        tables = []
+        for i, table in enumerate(planned):
+            received, sent = splits(rank, ranks, i)
+            sent = [n + wrong * (to == 1) for to, n in enumerate(sent)]
+            t = rows_of(table, sum(sent), 10 * rank + i)
+            out = torch.zeros(sum(received), table.row_elements, dtype=table.dtype)
+            limit = bound if table.dtype == torch.float32 else 0.0
+            tables.append(Rows(t, out, sent, received, limit, relative=True, name=table.name))
+        counters = Counters()
+        made = DeviceExchange(helper, tables, counters, faults, numbers=[rank], coder=CpuCoder())
+        return tables, made
+
+    for bound in (0.0, 0.02):
+        tables, made = exchange(bound, Faults(lasting=True))
+        encode_s, decode_s, moved = made.trial()
+        seen[f"numbers {bound}"] = made.run() == [[r] for r in range(ranks)]
+        equal = []
+        for i, table in enumerate(tables):
+            exact = by_torch(table.sent, list(table.receive_rows), list(table.send_rows))
+            spread = 900.0 if table.bound else 0.0
+            errors = (table.received.double() - exact.double()).abs()
+            equal.append(bool((errors <= bound * spread).all()))
+            seen[f"moved {i} {bound}"] = table.moved_bytes > 0
+        seen[f"equal {bound}"] = all(equal)
+        parts = sum(table.moved_bytes for table in tables)
+        seen[f"trial {bound}"] = moved == parts and encode_s > 0 < decode_s
+        seen[f"fewer {bound}"] = parts < sum(table.raw_bytes(rank) for table in tables)
+    faults = Faults(lasting=True)
+    # Rank 0 has rows for rank 1 that it does not expect.
+    seen["wrong"] = error_of(exchange(0.0, faults, wrong=int(rank == 0))[1].run)
+    seen["next"] = error_of(exchange(0.0, faults)[1].run)
+    seen["at once"] = error_of(exchange(0.0, faults)[1].run)
+    return seen
+
+
+def nccl(rank: int, ranks: int) -> dict[str, Any]:
+    """Rows on a GPU by function and object, of every bit and within a bound, and gradients."""
+    device = torch.device("cuda", rank)
+    received, sent = splits(rank, ranks)
+    table = torch.randn(5, 64, generator=torch.Generator().manual_seed(rank)).to(device)
+    t = table[torch.arange(sum(sent), device=device) % 5]
+    exact = torch.empty(sum(received), 64, device=device)
+    dist.all_to_all_single(exact, t, received, sent)
+    seen: dict[str, Any] = {}
+    for bound in (None, 0.05):
+        found = torch.full_like(exact, 7.0)
+        all_to_all_single(found, t, received, sent, codec="compressed", error_bound=bound)
+        limit = 0.0 if bound is None else bound * 12
+        seen[f"function {bound}"] = bool((found - exact).abs().max() <= limit)
+    asynchronous = torch.empty_like(exact)
+    all_to_all_single(asynchronous, t, received, sent, async_op=True).wait()
+    seen["asynchronous"] = torch.equal(asynchronous, exact)
+    exchange = CompressedAllToAll(tables=[Table("rows", 64), Table("none", 3)], decide_every=2)
+    weights = t.clone().requires_grad_()
+    total = torch.ones(1000, device=device)
+    for _ in range(5):
+        weights.grad = None
+        out = exchange.exchange_tables({"rows": weights}, {"rows": received}, {"rows": sent})
+        dist.all_reduce(total)  # beside the helper's communicator
+        (out["rows"] * (rank + 1)).sum().backward()
+        seen["object"] = torch.equal(out["rows"], exact)
+    assert weights.grad is not None
+    factors = torch.repeat_interleave(torch.arange(ranks) + 1.0, torch.tensor(sent)).to(device)
+    seen["gradient"] = torch.equal(weights.grad, factors[:, None].expand(-1, 64))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        seen["capture"] = error_of(lambda: all_to_all_single(found, t, received, sent))
+    seen["stats"] = exchange.stats()
+    bitslab.raise_pending_errors()
+    return seen
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+def network(rank: int, ranks: int) -> dict[str, Any]:
+    """The model of a group is the same on all ranks, and the second one is read from the cache."""
+    found, again = (network_model(_world(), torch.device("cpu")) for _ in range(2))
+    models: list[Any] = [None] * ranks
+    dist.all_gather_object(models, found)
+    alone = [dist.new_group([r]) for r in range(ranks)][rank]
+    assert found is not None
+    return {
+        "same": all(model == found for model in models),
+        "kept": again == found,
+        "rises": found.seconds(1 << 20) > found.fixed_s > 0,
+        "alone": network_model(alone, torch.device("cpu")) is None,
+    }
+
+
+def timeout(rank: int, ranks: int) -> dict[str, bool]:
+    """Asynchronous exchanges wait as long as those of their group."""
+    of_seconds = dist.new_group(timeout=timedelta(seconds=17))
+    helper = helper_of(of_seconds)
+    return {
+        "own": timeout_of(helper.group) == timedelta(seconds=17),
+        "once": helper_of(of_seconds) is helper,
+        "not its group": helper.group is not of_seconds,
+    }
+
+
+def threads(rank: int, ranks: int) -> dict[str, str]:
+    """A second thread in a call of the object is refused."""
+    exchange = CompressedAllToAll()
+    t = torch.ones(ranks, 2)
+    exchange(t)
+    exchange._entered.acquire()
+    refused = error_of(lambda: exchange(t))
+    exchange._entered.release()
+    return {"refused": refused, "later": error_of(lambda: exchange(t))}
+
+
+def wrong_tables(rank: int, ranks: int) -> dict[str, str]:
+    """Each refused before anything is sent."""
+    planned = CompressedAllToAll(tables=TABLES)
+    single = CompressedAllToAll(pieces=2)
+    sizes = {"users": [1] * ranks}
+    t = torch.ones(ranks, 8)
+    calls: dict[str, Callable[[], Any]] = {
+        "planned": lambda: planned(t),
+        "unplanned": lambda: single.exchange_tables({}, {}, {}),
+        "unknown": lambda: planned.exchange_tables({"cities": t}, sizes, sizes),
+        "no mapping": lambda: planned.exchange_tables([t], sizes, sizes),  # type: ignore[arg-type]
+        "width": lambda: planned.exchange_tables({"users": t[:, :3]}, sizes, sizes),
+        "dtype": lambda: planned.exchange_tables({"users": t.double()}, sizes, sizes),
+        "no sizes": lambda: planned.exchange_tables({"users": t}, sizes, {}),
+        "ids with pieces": lambda: single(t, row_ids=torch.zeros(ranks, dtype=torch.int64)),
+        "feedback": lambda: CompressedAllToAll(backward=0.1, error_feedback=5)(
+            t, received_ids=torch.zeros(1, dtype=torch.int64)
+        ),
+    }
+    return {name: error_of(call) for name, call in calls.items()}
+
+
+CHECKS: dict[str, Callable[[int, int], Any]] = {
+    f.__name__: f
+    for f in (
+        tables,
+        gradients_of_tables,
+        adaptive,
+        rounded_gradients,
+        function_by_ids,
+        decisions,
+        as_on_a_gpu,
+        nccl,
+        network,
+        timeout,
+        threads,
+        wrong_tables,
+    )
+}
