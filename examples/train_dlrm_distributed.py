@@ -22,11 +22,12 @@ from dlrm.sharded import (
     ShardedTables,
     ShardedTrainer,
     TorchrecShardedTables,
-    classed_bounds,
 )
 from dlrm.sharded_report import draw, lossless_is_raw, print_runs, print_tables, verdict
 from dlrm.tables import initial_weights
 from dlrm.torchrec_tables import missing_torchrec
+
+from bitslab.distributed import AdaptiveBound, stepwise
 
 DESCRIPTION = f"""\
 {__doc__}
@@ -184,15 +185,15 @@ def train(
 ) -> ShardedRun:
     """Train with one way of exchanging."""
     weights = initial_weights(options.embedding_dim, torch.float32, options.seed)
-    bounds, classes = classed_bounds(clicks, weights, options) if way == "adaptive" else ({}, {})
+    bound = None
+    if way == "adaptive":
+        bound = AdaptiveBound(options.bound, schedule=stepwise(options.decay_steps))
     kind = TorchrecShardedTables if options.torchrec else ShardedTables
     with steps.step(f"{way}: making tables"):
-        tables = kind(clicks.table_rows, weights, options, together, way, bounds)
+        tables = kind(clicks.table_rows, weights, options, together, way, bound)
         trainer = ShardedTrainer(clicks, tables, options, together)
     with steps.step(f"{way}: training") as report:
-        done = trainer.train(way, bounds, report)
-    done.classes = classes
-    return done
+        return trainer.train(way, bound, report)
 
 
 def facts_of(

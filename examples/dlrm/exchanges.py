@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from bitslab.distributed import (
-    CompressedAllToAll,
-    ErrorBound,
-    bound_classes,
-    homogenisation_index,
-    stepwise,
-)
+from bitslab.distributed import AdaptiveBound, CompressedAllToAll, Table
 
 #: What `--exchange` accepts, and what it says of each.
 WAYS = {
@@ -25,65 +19,36 @@ WAYS = {
     "fp16": "halves",
     "int8": "bytes by row",
 }
-#: Indices up to the first give the class large, from the second on small.
-THRESHOLDS = (0.01, 0.3)
-CLASSES = ("large", "medium", "small")
 DIRECTIONS = ("forward", "backward")
 STAGES = ("encode_s", "sizes_s", "payload_s", "decode_s")
-Stats = dict[str, dict[str, int | float]]
+Rows = Mapping[str, torch.Tensor]
+Sizes = Mapping[str, Sequence[int]]
 
 
 class Exchange(Protocol):
-    """Rows for the ranks, and what they send."""
+    """Rows of all tables for the ranks, and what they send."""
 
-    def __call__(
+    def exchange_tables(
         self,
-        input: torch.Tensor,
-        output_split_sizes: Sequence[int] | None,
-        input_split_sizes: Sequence[int] | None,
+        inputs: Rows,
+        output_split_sizes: Sizes,
+        input_split_sizes: Sizes,
         *,
-        row_ids: torch.Tensor | None,
-    ) -> torch.Tensor: ...
+        row_ids: Rows | None = None,
+    ) -> dict[str, torch.Tensor]: ...
 
-    def stats(self) -> Stats: ...
-
-
-def make_exchange(way: str, bound: ErrorBound | None) -> Exchange:
-    """Return what sends the rows of one table."""
-    if way == "lossless":
-        return CompressedAllToAll()
-    if way == "adaptive":
-        return CompressedAllToAll(error_bound=bound)
-    return PackedAllToAll(way)
+    def stats(self) -> dict[str, Any]: ...
 
 
-def adaptive_bounds(
-    samples: dict[str, torch.Tensor], value: float, iterations: int
-) -> tuple[dict[str, ErrorBound], dict[str, str]]:
-    """Return the bound and the class of each table.
-
-    Parameters
-    ----------
-    samples : dict of str to torch.Tensor
-        Rows ``[N, D]`` that the first batch looks up.
-    value : float
-        The bound of the class medium, as a share of the range of a message.
-    iterations : int
-        Over so many steps bounds fall from twice themselves.
-    """
-    indices = {}
-    for name, rows in samples.items():
-        span = float(rows.max() - rows.min()) if rows.numel() else 0.0
-        indices[name] = homogenisation_index(rows, value * span) if span else 0.0
-    by_class = bound_classes(indices, value, thresholds=THRESHOLDS)
-    schedule = stepwise(iterations)
-    bounds = {name: ErrorBound(bound.value, schedule=schedule) for name, bound in by_class.items()}
-    low, high = THRESHOLDS
-    classes = {
-        name: CLASSES[0] if index <= low else CLASSES[2] if index >= high else CLASSES[1]
-        for name, index in indices.items()
-    }
-    return bounds, classes
+def make_exchange(
+    way: str, names: Sequence[str], width: int, bound: AdaptiveBound | None
+) -> Exchange:
+    """Return what sends the rows of all tables; only adaptive has a bound."""
+    if way in ("lossless", "adaptive"):
+        tables = [Table(name, width) for name in names]
+        # Bytes are compared here: a link between two processes is too fast for it to pay.
+        return CompressedAllToAll(tables=tables, error_bound=bound, codec="compressed")
+    return PackedAllToAll(way, names)
 
 
 class PackedAllToAll:
@@ -93,67 +58,100 @@ class PackedAllToAll:
     ----------
     way : str
         ``"raw"``, ``"fp16"``, or ``"int8"``: a row as bytes between its least and largest element.
+    names : sequence of str
+        The tables, in the same order on all ranks.
     """
 
-    def __init__(self, way: str) -> None:
+    def __init__(self, way: str, names: Sequence[str]) -> None:
         self.way = way
-        self._stats: Stats = {
-            direction: {"raw_bytes": 0, "moved_bytes": 0, **dict.fromkeys(STAGES, 0.0)}
-            for direction in DIRECTIONS
+        self._stats: dict[str, Any] = {
+            direction: dict.fromkeys(STAGES, 0.0) for direction in DIRECTIONS
         }
+        bytes_of = ("raw_bytes", "moved_bytes", "backward_raw_bytes", "backward_moved_bytes")
+        self._tables = {name: dict.fromkeys(bytes_of, 0) for name in names}
 
-    def __call__(
+    def exchange_tables(
         self,
-        input: torch.Tensor,
-        output_split_sizes: Sequence[int] | None,
-        input_split_sizes: Sequence[int] | None,
+        inputs: Rows,
+        output_split_sizes: Sizes,
+        input_split_sizes: Sizes,
         *,
-        row_ids: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the rows that came ``[M, D]``; ids are not looked at."""
-        found: torch.Tensor = _Packed.apply(
-            input, self, list(output_split_sizes or []), list(input_split_sizes or [])
+        row_ids: Rows | None = None,
+    ) -> dict[str, torch.Tensor]:
+        """Return the rows that came of each table ``[M, D]``; ids are not looked at."""
+        names = list(self._tables)
+        receive = [output_split_sizes[name] for name in names]
+        send = [input_split_sizes[name] for name in names]
+        found: tuple[torch.Tensor, ...] = _Packed.apply(
+            self, receive, send, *(inputs[name] for name in names)
         )
-        return found
+        return dict(zip(names, found, strict=True))
 
-    def stats(self) -> Stats:
-        """Return bytes and seconds each way, as `CompressedAllToAll.stats` has them."""
-        return {direction: dict(stats) for direction, stats in self._stats.items()}
+    def stats(self) -> dict[str, Any]:
+        """Return bytes and seconds, as `CompressedAllToAll.stats` has them."""
+        tables = {name: dict(counts) for name, counts in self._tables.items()}
+        return {**{d: dict(self._stats[d]) for d in DIRECTIONS}, "tables": tables}
 
     def exchange(
-        self, rows: torch.Tensor, receive: list[int], send: list[int], direction: str
-    ) -> torch.Tensor:
-        """Pack rows, exchange them, unpack what came."""
+        self,
+        tables: Sequence[torch.Tensor],
+        receive: Sequence[Sequence[int]],
+        send: Sequence[Sequence[int]],
+        direction: str,
+    ) -> list[torch.Tensor]:
+        """Pack rows of all tables, exchange them at once, unpack what came."""
         stats, rank = self._stats[direction], dist.get_rank()
         begin = time.perf_counter()
-        packed = pack(rows, self.way)
+        dim = tables[0].shape[1]
+        packed = pack(by_rank(tables, send), self.way)
         encoded = time.perf_counter()
-        came = packed.new_empty(sum(receive), packed.shape[1])
-        dist.all_to_all_single(came, packed, receive, send)
+        came = packed.new_empty(sum(map(sum, receive)), packed.shape[1])
+        dist.all_to_all_single(came, packed, totals(receive), totals(send))
         moved = time.perf_counter()
-        found = unpack(came, self.way, rows.shape[1])
-        others = len(rows) - send[rank]
-        stats["raw_bytes"] += others * rows.shape[1] * rows.element_size()
-        stats["moved_bytes"] += others * packed.shape[1]
+        found = by_table(unpack(came, self.way, dim), receive)
         stats["encode_s"] += encoded - begin
         stats["payload_s"] += moved - encoded
         stats["decode_s"] += time.perf_counter() - moved
+        prefix = "" if direction == "forward" else "backward_"
+        for counts, rows, sizes in zip(self._tables.values(), tables, send, strict=True):
+            others = len(rows) - sizes[rank]
+            counts[f"{prefix}raw_bytes"] += others * dim * rows.element_size()
+            counts[f"{prefix}moved_bytes"] += others * packed.shape[1]
         return found
 
 
 class _Packed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, owner: PackedAllToAll, receive: list[int], send: list[int]
-    ) -> torch.Tensor:
+        ctx: Any, owner: PackedAllToAll, receive: Any, send: Any, *tables: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
         ctx.call = owner, receive, send
-        return owner.exchange(rows.detach(), receive, send, "forward")
+        rows = [table.detach() for table in tables]
+        return tuple(owner.exchange(rows, receive, send, "forward"))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
         owner, receive, send = ctx.call
-        back = owner.exchange(gradients[0].contiguous(), send, receive, "backward")
-        return back, None, None, None
+        return None, None, None, *owner.exchange(gradients, send, receive, "backward")
+
+
+def totals(sizes: Sequence[Sequence[int]]) -> list[int]:
+    """Return the rows of all tables for each rank."""
+    return [sum(part) for part in zip(*sizes, strict=True)]
+
+
+def by_rank(tables: Sequence[torch.Tensor], sizes: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return rows ``[N, D]``, rank after rank, table after table."""
+    cut = [torch.split(rows, list(part)) for rows, part in zip(tables, sizes, strict=True)]
+    return torch.cat([piece for part in zip(*cut, strict=True) for piece in part])
+
+
+def by_table(rows: torch.Tensor, sizes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+    """Undo `by_rank`."""
+    order = list(zip(*sizes, strict=True))
+    cut = iter(torch.split(rows, [n for part in order for n in part]))
+    pieces = [[next(cut) for _ in part] for part in order]
+    return [torch.cat(list(part)) for part in zip(*pieces, strict=True)]
 
 
 def pack(rows: torch.Tensor, way: str) -> torch.Tensor:
@@ -177,5 +175,6 @@ def unpack(packed: torch.Tensor, way: str, dim: int) -> torch.Tensor:
     if way == "fp16":
         return packed.view(torch.float16).float()
     # Bytes behind codes need not lie at whole numbers.
-    least, step = packed[:, dim:].clone().view(torch.float32).unbind(1)
+    numbers = packed[:, dim:].clone(memory_format=torch.contiguous_format)
+    least, step = numbers.view(torch.float32).unbind(1)
     return packed[:, :dim] * step.unsqueeze(1) + least.unsqueeze(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,11 +15,11 @@ from common.report import Report
 from common.reproducible import drawn_seed
 from torch.nn import functional
 
-from bitslab.distributed import ErrorBound
+from bitslab.distributed import AdaptiveBound
 
 from .auc import auc
 from .clicks import Batch, Clicks
-from .exchanges import DIRECTIONS, Stats, adaptive_bounds, make_exchange
+from .exchanges import DIRECTIONS, STAGES, make_exchange
 from .model import Dlrm
 from .tables import Bags, TableOptions, Tables, Weights
 from .torchrec_tables import CollectionTables
@@ -41,9 +41,9 @@ class ShardedRun:
     seconds : float
         Of all steps.
     tables : dict of str to dict
-        What crossed of each table, or of each message, by direction.
-    classes : dict of str to str
-        Of adaptive bounds.
+        Bytes that crossed of each table, and its class where bounds are adaptive.
+    stages : dict of str to dict
+        By direction, seconds of each stage.
     steps : list of dict
         Raw and moved bytes forward of each step, and what bounds were multiplied by.
     """
@@ -53,17 +53,18 @@ class ShardedRun:
     auc: float
     test_loss: float
     seconds: float
-    tables: dict[str, Stats]
-    classes: dict[str, str] = field(default_factory=dict)
+    tables: dict[str, dict[str, Any]]
+    stages: dict[str, dict[str, float]]
     steps: list[dict[str, float]] = field(default_factory=list)
 
-    def total(self, direction: str, what: str) -> float:
-        """Return bytes or seconds of all tables, one way."""
-        return sum(stats[direction].get(what, 0) for stats in self.tables.values())
+    def total(self, what: str) -> float:
+        """Return bytes of all tables."""
+        return float(sum(counts[what] for counts in self.tables.values()))
 
-    def ratio(self, direction: str) -> float:
-        moved = self.total(direction, "moved_bytes")
-        return self.total(direction, "raw_bytes") / moved if moved else 1.0
+    @property
+    def ratios(self) -> dict[str, float]:
+        """By direction, how much smaller what crossed is."""
+        return {"forward": ratio_of(self.total), "backward": ratio_of(self.total, "backward_")}
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -72,11 +73,21 @@ class ShardedRun:
             "auc": self.auc,
             "test_loss": self.test_loss,
             "seconds": self.seconds,
-            "ratio": {direction: self.ratio(direction) for direction in DIRECTIONS},
+            "ratio": self.ratios,
             "tables": self.tables,
-            "classes": self.classes,
+            "stages": self.stages,
             "steps": self.steps,
         }
+
+
+def ratio_of(bytes_of: Callable[[str], float], prefix: str = "") -> float:
+    """Return raw by moved bytes, 1 where none moved.
+
+    A plain exchange sends as many gradients as rows; of those that are summed by row first only the
+    sums are counted, so that the raw bytes are those of the rows.
+    """
+    moved = bytes_of(f"{prefix}moved_bytes")
+    return bytes_of("raw_bytes") / moved if moved else 1.0
 
 
 def owners_of(table_rows: dict[str, int], ranks: int) -> dict[str, int]:
@@ -101,13 +112,13 @@ class ShardedTables(Tables):
         options: argparse.Namespace,
         ranks: Ranks,
         way: str,
-        bounds: dict[str, ErrorBound],
+        bound: AdaptiveBound | None,
     ) -> None:
         self.ranks, self.row_ids = ranks, options.row_ids
         self.owners = owners_of(table_rows, ranks.size)
         kept = TableOptions(width=options.embedding_dim, dtype=torch.float32)
         super().__init__(table_rows, weights, torch.device("cpu"), kept)
-        self.exchanges = {name: make_exchange(way, bounds.get(name)) for name in self.names}
+        self.exchange = make_exchange(way, self.names, self.width, bound)
 
     def make(self, weights: Weights) -> torch.nn.Module:
         mine = [name for name in self.table_rows if self.owners[name] == self.ranks.rank]
@@ -123,29 +134,28 @@ class ShardedTables(Tables):
     def look_up(self, batch: Batch) -> torch.Tensor:
         """Return the sums of bags of this rank's lines of a batch of all ranks, ``[B, T, D]``."""
         sizes = part_sizes(len(batch.labels), self.ranks.size)
-        pooled = []
+        inputs, send, receive, row_ids = {}, {}, {}, {}
         for name, (ids, offsets) in zip(self.names, batch.bags, strict=True):
-            mine = self.owners[name] == self.ranks.rank
-            send = sizes if mine else [0] * len(sizes)
-            receive = [0] * len(sizes)
-            receive[self.owners[name]] = sizes[self.ranks.rank]
-            if mine:
-                rows = self.module.get_submodule(f"embedding_bags.{name}")(ids, offsets)
-                if rows.requires_grad:
-                    # Each rank's loss is a mean of its own lines.
-                    rows.register_hook(lambda gradient: gradient / len(sizes))
-            else:
+            receive[name] = [0] * len(sizes)
+            receive[name][self.owners[name]] = sizes[self.ranks.rank]
+            if self.owners[name] != self.ranks.rank:
                 grads = torch.is_grad_enabled()
-                rows = torch.empty(0, self.width, requires_grad=grads)
-            one_each = len(ids) == len(batch.labels) and mine and self.row_ids
-            pooled.append(
-                self.exchanges[name](rows, receive, send, row_ids=ids if one_each else None)
-            )
-        return torch.stack(pooled, 1)
+                inputs[name] = torch.empty(0, self.width, requires_grad=grads)
+                send[name] = [0] * len(sizes)
+                continue
+            rows = self.module.get_submodule(f"embedding_bags.{name}")(ids, offsets)
+            if rows.requires_grad:
+                # Each rank's loss is a mean of its own lines.
+                rows.register_hook(lambda gradient: gradient / len(sizes))
+            inputs[name], send[name] = rows, sizes
+            if self.row_ids and len(ids) == len(batch.labels):
+                row_ids[name] = ids  # one id for each line
+        found = self.exchange.exchange_tables(inputs, receive, send, row_ids=row_ids)
+        return torch.stack([found[name] for name in self.names], 1)
 
-    def stats(self) -> dict[str, Stats]:
-        """Return what this rank sent of each table."""
-        return {name: exchange.stats() for name, exchange in self.exchanges.items()}
+    def stats(self) -> dict[str, Any]:
+        """Return what this rank sent."""
+        return self.exchange.stats()
 
 
 class TorchrecShardedTables(CollectionTables):
@@ -158,9 +168,9 @@ class TorchrecShardedTables(CollectionTables):
         options: argparse.Namespace,
         ranks: Ranks,
         way: str,
-        bounds: dict[str, ErrorBound],
+        bound: AdaptiveBound | None,
     ) -> None:
-        self.ranks, self.way, self.bounds, self.row_ids = ranks, way, bounds, options.row_ids
+        self.ranks, self.way, self.bound, self.row_ids = ranks, way, bound, options.row_ids
         self.owners = owners_of(table_rows, ranks.size)
         self.sent_rows = dict.fromkeys(DIRECTIONS, 0)
         kept = TableOptions(width=options.embedding_dim, dtype=torch.float32)
@@ -200,8 +210,9 @@ class TorchrecShardedTables(CollectionTables):
         made.load_state_dict(own)
         self.report = None
         if self.way in ("lossless", "adaptive"):
-            bounds = self.bounds if self.way == "adaptive" else None
-            self.report = compress_communication(made, bounds, row_ids=self.row_ids)
+            self.report = compress_communication(
+                made, self.bound, row_ids=self.row_ids, codec="compressed"
+            )
         return made
 
     def look_up(self, batch: Batch) -> torch.Tensor:
@@ -220,24 +231,19 @@ class TorchrecShardedTables(CollectionTables):
         by_name = [pooled[name] for name in self.names]
         return torch.stack(by_name, 1)
 
-    def stats(self) -> dict[str, Stats]:
-        """Return what this rank sent: of each message where bitslab counts, else by arithmetic."""
+    def stats(self) -> dict[str, Any]:
+        """Return what this rank sent; where bitslab does not count, by arithmetic."""
         if self.report is not None:
-            # Such as "ebc.table_wise: C1, rows of 32", or without a table.
-            parts = {name.split(": ")[1]: stats for name, stats in self.report.stats().items()}
-            return {name.split(", ")[0]: stats for name, stats in parts.items()}
+            (stats,) = self.report.stats().values()
+            return stats
         # TorchRec's bytes have a scale and a least number, of 4 bytes each, for 32 of them.
         int8_bytes = self.width // 32 * 40
         row_bytes = {"raw": 4 * self.width, "fp16": 2 * self.width, "int8": int8_bytes}
-        return {
-            "all": {
-                direction: {
-                    "raw_bytes": rows * 4 * self.width,
-                    "moved_bytes": rows * row_bytes[self.way],
-                }
-                for direction, rows in self.sent_rows.items()
-            }
-        }
+        counts = {}
+        for prefix, rows in zip(("", "backward_"), self.sent_rows.values(), strict=True):
+            counts[f"{prefix}raw_bytes"] = rows * 4 * self.width
+            counts[f"{prefix}moved_bytes"] = rows * row_bytes[self.way]
+        return {"forward": {}, "backward": {}, "tables": {"all": counts}}
 
 
 def _registry(way: str) -> Any:
@@ -302,7 +308,7 @@ class ShardedTrainer:
         if mine:
             self.optimizers.append(for_tables(mine, lr=options.lr))
 
-    def train(self, way: str, bounds: dict[str, ErrorBound], report: Report | None) -> ShardedRun:
+    def train(self, way: str, bound: AdaptiveBound | None, report: Report | None) -> ShardedRun:
         """Train all epochs and test; return what all ranks found."""
         losses: list[torch.Tensor] = []
         steps: list[dict[str, float]] = []
@@ -319,9 +325,8 @@ class ShardedTrainer:
                 now = self._forward_bytes()
                 step = {"raw_bytes": now[0] - before[0], "moved_bytes": now[1] - before[1]}
                 before = now
-                if bounds:
-                    schedule = next(iter(bounds.values())).schedule
-                    step["factor"] = 1.0 if schedule is None else schedule(len(steps))
+                if bound is not None and bound.schedule is not None:
+                    step["factor"] = bound.schedule(len(steps))
                 steps.append(step)
                 if report:
                     report(len(losses), n_steps)
@@ -335,7 +340,8 @@ class ShardedTrainer:
             area,
             test_loss,
             max(part["seconds"] for part in found),
-            _added([part["stats"] for part in found]),
+            _tables_of([part["stats"]["tables"] for part in found]),
+            _stages_of([part["stats"] for part in found]),
             steps=[
                 _summed(parts) for parts in zip(*(part["steps"] for part in found), strict=True)
             ],
@@ -380,8 +386,8 @@ class ShardedTrainer:
         return slice(begin, begin + sizes[self.ranks.rank])
 
     def _forward_bytes(self) -> tuple[float, float]:
-        forward = [stats["forward"] for stats in self.tables.stats().values()]
-        raw, moved = (sum(part[what] for part in forward) for what in ("raw_bytes", "moved_bytes"))
+        tables = self.tables.stats()["tables"].values()
+        raw, moved = (sum(part[what] for part in tables) for what in ("raw_bytes", "moved_bytes"))
         return raw, moved
 
     def _gathered(self, part: Any) -> list[Any]:
@@ -395,18 +401,6 @@ class ShardedTrainer:
 CPU = torch.device("cpu")
 
 
-def classed_bounds(
-    clicks: Clicks, weights: Weights, options: argparse.Namespace
-) -> tuple[dict[str, ErrorBound], dict[str, str]]:
-    """Return bounds and classes by the rows that the first batch looks up, alike on all ranks."""
-    batch = clicks.batch(torch.arange(min(options.batch_size, clicks.n_trained)))
-    samples = {
-        feature.name: weights(feature.name, feature.rows)[ids]
-        for feature, (ids, _) in zip(clicks.features, batch.bags, strict=True)
-    }
-    return adaptive_bounds(samples, options.bound, options.decay_steps)
-
-
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:
     assert parameter.grad is not None
     return parameter.grad
@@ -418,19 +412,25 @@ def _summed(parts: Sequence[dict[str, float]]) -> dict[str, float]:
     return {**parts[0], **total}
 
 
-def _added(parts: Sequence[dict[str, Stats]]) -> dict[str, Stats]:
-    """Return what all ranks sent, by table and direction."""
-    total: dict[str, Stats] = {
-        name: {
-            direction: {
-                what: sum(part[name][direction][what] for part in parts)
-                for what in parts[0][name][direction]
-            }
-            for direction in DIRECTIONS
+def _tables_of(parts: Sequence[dict[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """Return the bytes that all ranks sent of each table, and the class that its rank found."""
+    found: dict[str, dict[str, Any]] = {}
+    for name, counts in parts[0].items():
+        found[name] = {
+            what: sum(part[name][what] for part in parts)
+            for what in counts
+            if what.endswith("_bytes")
         }
-        for name in parts[0]
+        classes = [part[name].get("class") for part in parts]
+        found[name]["class"] = next((kind for kind in classes if kind), None)
+    return found
+
+
+def _stages_of(parts: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return the seconds of each stage, of all ranks together."""
+    return {
+        direction: {
+            stage: sum(part[direction].get(stage, 0.0) for part in parts) for stage in STAGES
+        }
+        for direction in DIRECTIONS
     }
-    for stats in total.values():
-        # A plain exchange sends as many gradients as rows; sums by row are counted as moved alone.
-        stats["backward"]["raw_bytes"] = stats["forward"]["raw_bytes"]
-    return total

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from .exchanges import DIRECTIONS, STAGES, WAYS
-from .sharded import ShardedRun
+from .sharded import ShardedRun, ratio_of
 
 
 def print_runs(console: Console, runs: Sequence[ShardedRun]) -> None:
@@ -25,11 +25,11 @@ def print_runs(console: Console, runs: Sequence[ShardedRun]) -> None:
     for run in runs:
         moved = [
             text
-            for direction in DIRECTIONS
+            for direction, prefix in zip(DIRECTIONS, ("", "backward_"), strict=True)
             for text in (
-                f"{run.total(direction, 'raw_bytes') / 1e6:,.2f}",
-                f"{run.total(direction, 'moved_bytes') / 1e6:,.2f}",
-                f"{run.ratio(direction):.2f}",
+                f"{run.total('raw_bytes') / 1e6:,.2f}",
+                f"{run.total(f'{prefix}moved_bytes') / 1e6:,.2f}",
+                f"{run.ratios[direction]:.2f}",
             )
         ]
         shown.add_row(
@@ -48,7 +48,7 @@ def print_runs(console: Console, runs: Sequence[ShardedRun]) -> None:
         stages.add_column(stage.removesuffix("_s"), justify="right")
     for run in runs:
         for direction in DIRECTIONS:
-            seconds = [run.total(direction, stage) for stage in STAGES]
+            seconds = [run.stages[direction][stage] for stage in STAGES]
             cells = [f"{part:.3f}" if any(seconds) else "" for part in seconds]
             stages.add_row(run.way, direction, *cells)
     console.print(stages)
@@ -58,14 +58,11 @@ def print_tables(console: Console, run: ShardedRun) -> None:
     """Print the ratios of each table, and its class where bounds are adaptive."""
     shown = Table(title=f"{run.way}: each table")
     shown.add_column("table")
-    for heading in ("class", "raw MB", "ratio", "back raw MB", "ratio"):
+    for heading in ("class", "raw MB", "ratio forward", "ratio back"):
         shown.add_column(heading, justify="right")
-    for name, stats in run.tables.items():
-        cells = []
-        for direction in DIRECTIONS:
-            raw, moved = (stats[direction][what] for what in ("raw_bytes", "moved_bytes"))
-            cells += [f"{raw / 1e6:,.3f}", f"{raw / moved:.2f}" if moved else ""]
-        shown.add_row(name, run.classes.get(name, ""), *cells)
+    for name, counts in run.tables.items():
+        ratios = [f"{ratio_of(counts.__getitem__, prefix):.2f}" for prefix in ("", "backward_")]
+        shown.add_row(name, counts["class"] or "", f"{counts['raw_bytes'] / 1e6:,.3f}", *ratios)
     console.print(shown)
 
 
