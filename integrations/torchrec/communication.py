@@ -22,7 +22,7 @@ from torchrec.distributed.sharding.tw_sharding import TwPooledEmbeddingDist
 from torchrec.distributed.sharding.twrw_sharding import TwRwPooledEmbeddingDist
 from torchrec.distributed.types import ShardedModule
 
-from bitslab.distributed import CompressedAllToAll, ErrorBound
+from bitslab.distributed import AdaptiveBound, CompressedAllToAll, ErrorBound, Table
 from bitslab.engine.codecs import VectorLzCodec
 from bitslab.errors import ArgumentError, ArgumentTypeError, CorruptedDataError
 from bitslab.integrations.torchrec.output_dists import (
@@ -32,7 +32,6 @@ from bitslab.integrations.torchrec.output_dists import (
     CompressedReduceScatterDist,
     CompressedSequenceDist,
     Message,
-    exchange_of,
     messages_of,
 )
 from bitslab.integrations.torchrec.row_ids import Column, columns_of
@@ -52,8 +51,6 @@ LEFT: dict[type, str] = {
     GridPooledEmbeddingDist: "sums within a host come before the exchange",
 }
 COLLECTIONS = (ShardedEmbeddingBagCollection, ShardedEmbeddingCollection)
-#: What `backward` accepts.
-BACKWARD = ("lossless",)
 
 
 @dataclass
@@ -64,8 +61,8 @@ class CommunicationReport:
     ----------
     compressed : dict of str to dict
         For each sharding of a collection whose messages are compressed, by the collection's name in
-        the model and the sharding's: ``tables``, ``messages``, ``error_bound`` (a text, or None)
-        and ``backward``.
+        the model and the sharding's: ``tables``, ``error_bound`` (a text, or None) and
+        ``backward``.
     left : dict of str to str
         For each that was left alone, and each other sharded module: why.
     """
@@ -93,12 +90,12 @@ class CommunicationReport:
             "left": dict(self.left),
         }
 
-    def stats(self) -> dict[str, dict[str, dict[str, int | float]]]:
-        """Return what `CompressedAllToAll.stats` does for each message, by sharding and name."""
+    def stats(self) -> dict[str, dict[str, Any]]:
+        """Return what `CompressedAllToAll.stats` does for each sharding."""
         return {name: exchange.stats() for name, exchange in self.exchanges.items()}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each message, by which a resumed run goes on with the same bounds."""
+        """Return by what a resumed run goes on with its bounds, on this rank."""
         return {name: exchange.state_dict() for name, exchange in self.exchanges.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -126,9 +123,10 @@ class CommunicationReport:
 def compress_communication(
     model: torch.nn.Module,
     error_bound: Bound | Mapping[str, Bound] = None,
-    backward: str = "lossless",
+    backward: str | float | ErrorBound = "lossless",
     *,
     row_ids: bool = True,
+    codec: str = "auto",
 ) -> CommunicationReport:
     """Compress what the sharded collections of a model send to other ranks, both ways.
 
@@ -143,19 +141,22 @@ def compress_communication(
     ----------
     model : torch.nn.Module
         A `DistributedModelParallel`, or another module with sharded collections.
-    error_bound : float, ErrorBound, str or mapping, optional
+    error_bound : float, ErrorBound, AdaptiveBound, "adaptive" or mapping, optional
         How far a delivered element may be from the one that was looked up, as for
-        `bitslab.distributed.CompressedAllToAll`; every bit is kept when left out. A mapping gives
-        one to each table that it names. Pooled tables with a bound have messages of their own, so
-        that a relative bound is a share of the range of one table's rows for all ranks. Of a
-        sequence collection all tables of a sharding share a message, which has their bound where
-        it is the same of all, and every bit where it is not.
+        `bitslab.distributed.CompressedAllToAll`, for each table; every bit is kept when left out. A
+        mapping gives one to each table that it names. Of a sequence collection all tables of a
+        sharding count as one, with their bound where it is the same of all, and every bit where it
+        is not.
         Row-wise, each of W ranks gets 1 / W of the bound, so that the sum keeps it.
-    backward : str
-        ``"lossless"``: gradients go back with every bit.
+    backward : "lossless", float or ErrorBound
+        Of gradients; within a bound they are rounded stochastically.
     row_ids : bool
         Whether gradients of copies of a row go back as their sum. Without, each goes back by
         itself, and training is that of the plain exchange bit for bit (row-wise, of two ranks).
+        Tables on a GPU have none.
+    codec : str
+        ``"auto"``: what takes less time as measured, which is a plain exchange on a fast link;
+        ``"compressed"`` or ``"raw"``: always so.
 
     Returns
     -------
@@ -177,8 +178,7 @@ def compress_communication(
     Traceback (most recent call last):
     bitslab.errors.ArgumentError: model: has no sharded collection; give a DistributedModelParallel
     """
-    if backward not in BACKWARD:
-        raise ArgumentError(f"backward: {backward!r:.60}, accepted is {', '.join(BACKWARD)}")
+    CompressedAllToAll(backward=backward, codec=codec)  # what is not accepted is refused here
     if not isinstance(row_ids, bool):
         raise ArgumentTypeError(f"row_ids: expected a bool, got {row_ids!r:.60}")
     modules = dict(_sharded(model))
@@ -191,28 +191,26 @@ def compress_communication(
     for name, module in modules.items():
         for place, (kind, sharding) in enumerate(_shardings(module)):
             key = f"{name}.{kind}" if name else kind
-            plain = module._output_dists[place]
+            plain = _dists(module)[place]
             why = _why_left(module, plain, sharding)
             if why:
                 report.left[key] = why
                 continue
-            compressed = _compressed(plain, sharding, bound_of)
+            compressed = _compressed(plain, sharding, bound_of, backward, codec)
             made.append((module, place, compressed))
             tables = dict.fromkeys(c.table for part in compressed.columns for c in part)
             bounds = {str(bound) for t in tables if (bound := bound_of(t)) is not None}
             report.compressed[key] = {
                 "tables": list(tables),
-                "messages": [message.name for message in compressed.messages],
                 "error_bound": ", ".join(sorted(bounds)) or None,
-                "backward": backward,
+                "backward": str(backward),
             }
-            for message in compressed.messages:
-                report.exchanges[f"{key}: {message.name}"] = message.exchange
+            report.exchanges[key] = compressed.exchange
     for name, other in _inner(model).named_modules():
         if isinstance(other, ShardedModule) and not isinstance(other, COLLECTIONS):
             report.left[name] = f"is a {type(other).__name__}, which is not known"
     for module, place, compressed in made:
-        module._output_dists[place] = compressed
+        _dists(module)[place] = compressed
         if row_ids:
             compressed.watch(module._lookups[place])
     return report
@@ -240,10 +238,11 @@ def restore_communication(model: torch.nn.Module) -> list[str]:
     """
     restored = []
     for name, module in _sharded(model):
-        for place, found in enumerate(module._output_dists):
+        dists = _dists(module)
+        for place, found in enumerate(dists):
             if isinstance(found, CompressedDist):
                 found.unwatch()
-                module._output_dists[place] = found.plain
+                dists[place] = found.plain
                 restored.append(name)
     return list(dict.fromkeys(restored))
 
@@ -260,6 +259,12 @@ def _sharded(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, module in _inner(model).named_modules():
         if isinstance(module, COLLECTIONS):
             yield name, module
+
+
+def _dists(module: Any) -> list[torch.nn.Module]:
+    """Return the output dists of a collection: its own list, which may be changed."""
+    dists: list[torch.nn.Module] = module._output_dists
+    return dists
 
 
 def _shardings(module: Any) -> list[tuple[str, Any]]:
@@ -310,7 +315,7 @@ def _bounds(
         if name not in tables:
             raise ArgumentError(f"error_bound: no table {name!r:.60}; there are {_names(tables)}")
     for bound in {id(bound): bound for bound in bounds.values()}.values():
-        exchange_of(None, bound)  # what is no bound is refused here
+        Table("bound", 1, error_bound=bound)  # what is no bound is refused here
     return bounds.get
 
 
@@ -322,7 +327,7 @@ def _why_left(module: Any, plain: Any, sharding: Any) -> str:
         return LEFT.get(
             type(plain), f"its output dist is a {type(plain).__name__}, not a known one"
         )
-    if dist.get_world_size(sharding._pg) == 1:
+    if _group(sharding).size() == 1:
         return "there is one rank: no rows are sent"
     device = getattr(module._device, "type", "cpu")
     if device not in VectorLzCodec.device_types:
@@ -331,38 +336,44 @@ def _why_left(module: Any, plain: Any, sharding: Any) -> str:
     return ""
 
 
-def _compressed(plain: Any, sharding: Any, bound_of: Callable[[str], Bound]) -> CompressedDist:
+def _compressed(
+    plain: Any,
+    sharding: Any,
+    bound_of: Callable[[str], Bound],
+    backward: str | float | ErrorBound,
+    codec: str,
+) -> CompressedDist:
     """Return what takes the place of an output dist."""
-    group, columns = sharding._pg, columns_of(sharding)
+    group, columns = _group(sharding), columns_of(sharding)
     kind = REPLACED[type(plain)]
-    messages: list[Message]
     if kind is CompressedSequenceDist:
-        messages = [_one_message(columns, group, bound_of)]
+        messages = [_one_message(columns, bound_of)]
     else:
         ranks = group.size() if kind is CompressedReduceScatterDist else 1
-        messages = messages_of(columns, group, lambda table: _share(bound_of(table), ranks))
-    return kind(plain, group, columns, messages)
+        messages = messages_of(columns, lambda table: _share(bound_of(table), ranks))
+    return kind(plain, group, columns, messages, backward, codec)
 
 
-def _one_message(
-    columns: list[list[Column]], group: Any, bound_of: Callable[[str], Bound]
-) -> Message:
+def _group(sharding: Any) -> dist.ProcessGroup:
+    """Return the ranks of a sharding."""
+    group: dist.ProcessGroup = sharding._pg
+    return group
+
+
+def _one_message(columns: list[list[Column]], bound_of: Callable[[str], Bound]) -> Message:
     """Return the message of a sequence sharding, whose rows are all as wide."""
-    tables = dict.fromkeys(column.table for part in columns for column in part)
-    bounds = [bound_of(table) for table in tables]
+    every = [column for part in columns for column in part]
+    bounds = [bound_of(column.table) for column in every]
     same = all(bound == bounds[0] for bound in bounds)
-    dims = {column.dim for part in columns for column in part}
-    return Message(
-        name="rows",
-        dim=max(dims, default=0),
-        places=[list(range(len(part))) for part in columns],
-        exchange=exchange_of(group, bounds[0] if same else None),
-    )
+    table = Table("rows", every[0].dim, every[0].dtype, bounds[0] if same else None)
+    return Message(table, [list(range(len(part))) for part in columns])
 
 
 def _share(bound: Bound, ranks: int) -> Bound:
     """Return what each of so many parts of a sum may be off by."""
-    if isinstance(bound, ErrorBound):
+    if bound == "adaptive":
+        bound = AdaptiveBound()
+    if isinstance(bound, (ErrorBound, AdaptiveBound)):
         return replace(bound, value=bound.value / ranks)
     return bound / ranks if isinstance(bound, (int, float)) else bound
 

@@ -7,6 +7,7 @@ rows of all ranks for the batch of this one. Gradients go back the same way.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,66 +19,50 @@ from torchrec.distributed.comm_ops import get_gradient_division, get_use_sync_co
 from torchrec.distributed.dist_data import PooledEmbeddingsAwaitable, SequenceEmbeddingsAwaitable
 from torchrec.distributed.types import NoWait
 
-from bitslab.distributed import CompressedAllToAll, ErrorBound
+from bitslab.distributed import AdaptiveBound, CompressedAllToAll, ErrorBound, Table
 from bitslab.errors import ArgumentError
 from bitslab.integrations.torchrec.row_ids import Column, SeenFeatures, bag_ids, value_ids
 
-#: What a table's rows may differ by: nothing, a share of the range, or what the exchange accepts.
-Bound = float | ErrorBound | str | None
+#: What a table's rows may differ by, as `CompressedAllToAll` has it.
+Bound = float | ErrorBound | AdaptiveBound | str | None
 
 
 @dataclass(frozen=True)
 class Message:
-    """Columns of one width that cross together.
+    """Columns of a table, or of tables, as wide as each other.
 
     Parameters
     ----------
-    name : str
-        The table with a bound, or the width of the rows.
-    dim : int
-        Elements of a row.
+    table : Table
+        Their name, width, dtype and bound in the exchange.
     places : list of list of int
         For each rank, which of its columns these are.
-    exchange : CompressedAllToAll
-        What sends them.
     """
 
-    name: str
-    dim: int
+    table: Table
     places: list[list[int]]
-    exchange: CompressedAllToAll
 
 
 def messages_of(
-    columns: Sequence[Sequence[Column]],
-    group: dist.ProcessGroup,
-    bound_of: Callable[[str], Bound],
+    columns: Sequence[Sequence[Column]], bound_of: Callable[[str], Bound]
 ) -> list[Message]:
-    """Return the messages of a sharding, in the same order on all ranks.
+    """Return what a sharding sends, in the same order on all ranks: each table by itself.
 
-    Rows of tables without a bound cross together where they are as wide. A table with a bound has a
-    message of its own: a relative bound is a share of the range of that table's rows.
+    Shards of a table that are not as wide are told apart by their width.
     """
-    found: dict[tuple[int, str | None], list[list[int]]] = {}
+    found: dict[tuple[str, int, torch.dtype], list[list[int]]] = {}
     for rank, mine in enumerate(columns):
         for place, column in enumerate(mine):
-            table = None if bound_of(column.table) is None else column.table
-            places = found.setdefault((column.dim, table), [[] for _ in columns])
-            places[rank].append(place)
+            key = (column.table, column.dim, column.dtype)
+            found.setdefault(key, [[] for _ in columns])[rank].append(place)
+    several = Counter(name for name, _, _ in found)
     return [
         Message(
-            name=f"rows of {dim}" if table is None else f"{table}, rows of {dim}",
-            dim=dim,
-            places=places,
-            exchange=exchange_of(group, None if table is None else bound_of(table)),
+            Table(f"{name}:{dim}" if several[name] > 1 else name, dim, dtype, bound_of(name)),
+            places,
         )
-        for (dim, table), places in found.items()
+        for (name, dim, dtype), places in found.items()
     ]
-
-
-def exchange_of(group: dist.ProcessGroup | None, bound: Any) -> CompressedAllToAll:
-    """Return what sends messages with a bound, which it refuses where it is none."""
-    return CompressedAllToAll(group, error_bound=bound)
 
 
 class CompressedDist(torch.nn.Module):
@@ -93,6 +78,8 @@ class CompressedDist(torch.nn.Module):
         Of each rank.
     messages : list of Message
         What is sent.
+    backward, codec
+        As for `CompressedAllToAll`.
     """
 
     def __init__(
@@ -101,11 +88,15 @@ class CompressedDist(torch.nn.Module):
         group: dist.ProcessGroup,
         columns: Sequence[Sequence[Column]],
         messages: list[Message],
+        backward: str | float | ErrorBound,
+        codec: str,
     ) -> None:
         super().__init__()
         # In a tuple: what it replaces is no part of the model.
         self._replaced = (plain,)
         self.messages = messages
+        tables = [message.table for message in messages]
+        self.exchange = CompressedAllToAll(group, tables, backward=backward, codec=codec)
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.columns, self.mine = columns, columns[self.rank]
         self.features = SeenFeatures()
@@ -182,9 +173,7 @@ class _PooledDist(CompressedDist, ABC):
             pieces = [list(torch.split(block, dims, 1)) for block in blocks]
             expected = [[batches[self.rank]] * len(columns) for columns in self.columns]
         ids = None if features is None else _cut_ids(bag_ids(features, self.mine), sizes)
-        found: dict[tuple[int, int], torch.Tensor] = {}
-        for message in self.messages:
-            found |= self.exchanged(message, pieces, sizes, expected, ids, rows.dtype, rows.device)
+        found = self.exchanged(pieces, sizes, expected, ids, rows)
         parts = [found[key] for key in sorted(found)]
         if by_feature:
             return PooledEmbeddingsAwaitable(NoWait(torch.cat([part.flatten() for part in parts])))
@@ -201,35 +190,40 @@ class _PooledDist(CompressedDist, ABC):
 
     def exchanged(
         self,
-        message: Message,
         pieces: Sequence[Sequence[torch.Tensor]],
         sizes: Sequence[Sequence[int]],
         expected: Sequence[Sequence[int]],
         ids: Sequence[Sequence[torch.Tensor]] | None,
-        dtype: torch.dtype,
-        device: torch.device,
+        like: torch.Tensor,
     ) -> dict[tuple[int, int], torch.Tensor]:
-        """Return pieces ``[bags, dim]`` of a message, by rank and column."""
-        mine = message.places[self.rank]
-        if mine:
-            rows = torch.cat([part[place] for part in pieces for place in mine])
-        else:
-            grads = torch.is_grad_enabled()
-            rows = torch.empty((0, message.dim), dtype=dtype, device=device, requires_grad=grads)
-        received = [
-            [expected[rank][place] for place in places]
-            for rank, places in enumerate(message.places)
-        ]
-        row_ids = None
-        if ids is not None and mine:
-            row_ids = torch.cat([part[place] for part in ids for place in mine])
-        found = message.exchange(
-            rows,
-            [sum(part) for part in received],
-            [sum(part[place] for place in mine) for part in sizes],
-            row_ids=row_ids,
-        )
-        return self.arranged(message, found, received)
+        """Return pieces ``[bags, dim]`` of all messages, by rank and column."""
+        inputs, row_ids, send, receive, received = {}, {}, {}, {}, {}
+        for message in self.messages:
+            name, mine = message.table.name, message.places[self.rank]
+            if mine:
+                inputs[name] = torch.cat([part[place] for part in pieces for place in mine])
+            else:
+                # It requires a gradient as rows do: this rank takes part in the exchange back.
+                inputs[name] = torch.empty(
+                    (0, message.table.row_elements),
+                    dtype=message.table.dtype,
+                    device=like.device,
+                    requires_grad=torch.is_grad_enabled(),
+                )
+            if ids is not None and mine:
+                row_ids[name] = torch.cat([part[place] for part in ids for place in mine])
+            received[name] = [
+                [expected[rank][place] for place in places]
+                for rank, places in enumerate(message.places)
+            ]
+            receive[name] = [sum(part) for part in received[name]]
+            send[name] = [sum(part[place] for place in mine) for part in sizes]
+        came = self.exchange.exchange_tables(inputs, receive, send, row_ids=row_ids)
+        found: dict[tuple[int, int], torch.Tensor] = {}
+        for message in self.messages:
+            name = message.table.name
+            found |= self.arranged(message, came[name], received[name])
+        return found
 
     @abstractmethod
     def arranged(
@@ -270,7 +264,7 @@ class CompressedReduceScatterDist(_PooledDist):
         self, message: Message, found: torch.Tensor, received: Sequence[Sequence[int]]
     ) -> dict[tuple[int, int], torch.Tensor]:
         """Return the sums over ranks."""
-        total = found.view(self.ranks, -1, message.dim).sum(0)
+        total = found.view(self.ranks, -1, message.table.row_elements).sum(0)
         keys = [(0, place) for place in message.places[0]]
         return dict(zip(keys, torch.split(total, list(received[0])), strict=True))
 
@@ -294,13 +288,14 @@ class CompressedSequenceDist(CompressedDist):
         batches = batches_of(sharding_ctx, lengths.shape[-1], self.ranks)
         order = _by_rank(lengths, batches)
         ids = None if features is None else value_ids(features, self.mine)[order]
-        (message,) = self.messages
-        found = message.exchange(
-            rows.index_select(0, order),
-            sharding_ctx.input_splits,
-            sharding_ctx.output_splits,
-            row_ids=ids,
+        (name,) = (message.table.name for message in self.messages)
+        came = self.exchange.exchange_tables(
+            {name: rows.index_select(0, order)},
+            {name: sharding_ctx.input_splits},
+            {name: sharding_ctx.output_splits},
+            row_ids=None if ids is None else {name: ids},
         )
+        found = came[name]
         return SequenceEmbeddingsAwaitable(
             NoWait(found), sharding_ctx.unbucketize_permute_tensor, local_embs.shape[1]
         )

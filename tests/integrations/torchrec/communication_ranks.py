@@ -32,7 +32,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import PoolingType
 
 from bitslab import CorruptedDataError
-from bitslab.distributed import ErrorBound, stepwise
+from bitslab.distributed import AdaptiveBound, ErrorBound, stepwise
 from bitslab.integrations.torchrec import (
     CommunicationReport,
     compress_communication,
@@ -145,13 +145,14 @@ class Pair:
     def moved(self) -> dict[str, tuple[float, float, float, float]]:
         """Return raw and moved bytes, forward and back, of each message."""
         return {
-            name: (
-                part["forward"]["raw_bytes"],
-                part["forward"]["moved_bytes"],
-                part["backward"]["raw_bytes"],
-                part["backward"]["moved_bytes"],
+            f"{sharding}: {name}": (
+                part["raw_bytes"],
+                part["moved_bytes"],
+                part["backward_raw_bytes"],
+                part["backward_moved_bytes"],
             )
-            for name, part in self.report.stats().items()
+            for sharding, stats in self.report.stats().items()
+            for name, part in stats["tables"].items()
         }
 
 
@@ -264,9 +265,52 @@ def a_bound_for_each_table() -> None:
     facts = pair.report.compressed
     assert facts["tables.table_wise"]["error_bound"] is None
     assert facts["tables.column_wise"]["error_bound"] == "0.01"
-    assert "t1" in facts["tables.row_wise"]["messages"][0]
+    assert facts["tables.row_wise"]["tables"] == ["t1"]
     assert "no table 'x'" in refusal(compress_communication, pair.plain, {"x": 0.1})
     assert "t1: every bit" not in str(pair.report) and "ErrorBound" in str(pair.report)
+
+
+def classes_of_tables_are_found() -> None:
+    """An adaptive bound has a class for each table, and parts of sums get their share of it."""
+    bound = AdaptiveBound(0.03, schedule=None)
+    for plan, ranks_of_sum in (("table_wise", 1), ("row_wise", WORLD)):
+        pair = Pair(plan, bound)
+        features = features_of(0, least=1)
+        plain, compressed = (looked_up(m, features) for m in (pair.plain, pair.compressed))
+        assert 0 < float((plain - compressed).abs().max()) < 0.05 * 40
+        (stats,) = pair.report.stats().values()
+        found = [t for t in stats["tables"].values() if t["moved_bytes"]]
+        assert found or plan == "table_wise"
+        for table in found:
+            assert table["class"] in AdaptiveBound.CLASSES
+            largest = 0.05 / ranks_of_sum
+            assert 0 < table["error_bound"] <= largest + 1e-9, table
+    assert str(Pair("table_wise", "adaptive").report).count("adaptive") == 1
+
+
+def gradients_are_rounded_on_request() -> None:
+    plain, compressed = sharded(PLANS["mixed"]), sharded(PLANS["mixed"])
+    report = compress_communication(compressed, None, ErrorBound(0.05, "absolute"))
+    outs = [looked_up(m, features_of(0, least=2)) for m in (plain, compressed)]
+    assert torch.equal(*outs)
+    for out in outs:
+        (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+    errors = []
+    states = [m.state_dict() for m in (plain, compressed)]
+    for key in states[0]:
+        a, b = (gather(state[key]) for state in states)
+        errors.append(float((a - b).abs().max()))
+    # Below two bounds each, by the learning rate, of some bags that name a row.
+    assert 0 < max(errors) < 0.1 * 2 * 0.05 * 20, errors
+    assert all("0.05" in facts["backward"] for facts in report.compressed.values())
+
+
+def raw_exchanges_are_plain() -> None:
+    plain, compressed = sharded(PLANS["table_wise"]), sharded(PLANS["table_wise"])
+    report = compress_communication(compressed, codec="raw")
+    assert torch.equal(*(looked_up(m, features_of(0)) for m in (plain, compressed)))
+    (stats,) = report.stats().values()
+    assert stats["forward"]["plain_calls"] == 1
 
 
 def batches_that_differ_by_feature(plan: str) -> None:
@@ -434,7 +478,8 @@ def what_cannot_be_compressed_is_left() -> None:
 def what_is_refused() -> None:
     model = sharded(PLANS["table_wise"])
     before = list(model.module["tables"]._output_dists)
-    assert "backward: 'fp16'" in refusal(compress_communication, model, None, "fp16")
+    assert "codec: 'zip'" in refusal(lambda: compress_communication(model, codec="zip"))
+    assert "backward" in refusal(compress_communication, model, None, "fp16")
     assert "row_ids: expected a bool" in refusal(
         lambda: compress_communication(model, row_ids=1)  # type: ignore[arg-type]
     )
@@ -566,6 +611,9 @@ for _function in (
     repeated_rows_cross_once,
     rows_of_others_cost_nothing_row_wise,
     a_bound_for_each_table,
+    classes_of_tables_are_found,
+    gradients_are_rounded_on_request,
+    raw_exchanges_are_plain,
     uneven_row_wise,
     weights_of_bags_are_kept,
     frozen_and_without_gradients,
