@@ -50,7 +50,7 @@ def test_result_and_gradients_of_each_pass(name, passes, backend):
     name=st.sampled_from(sorted(PROGRAMS)),
     passes=st.builds(Passes, *[st.booleans()] * 4),
     backend=st.sampled_from(["auto", "torch"]),
-    sizes=st.tuples(*[st.integers(1, 6)] * 2, st.integers(0, 25), st.integers(1, 5)),
+    sizes=st.tuples(*[st.integers(1, 6)] * 2, st.integers(0, 25), st.integers(1, 10)),
     seed=st.integers(0, 1000),
 )
 def test_random_graphs(name, passes, backend, sizes, seed):
@@ -65,6 +65,26 @@ def test_generated_gradients_are_those_of_differences(name):
     inputs = [x.requires_grad_() for x in inputs_of(name, graph).values()]
     compiled = PROGRAMS[name].compile()
     assert torch.autograd.gradcheck(lambda *args: compiled(graph, *args), inputs)
+
+
+@pytest.mark.parametrize("name", ["rgcn", "rgat", "edge_features"])
+def test_many_relations_of_few_rows_are_one_batch(name, monkeypatch):
+    batches = []
+    plain = torch.bmm
+
+    def counted(*args):
+        batches.append(1)
+        return plain(*args)
+
+    monkeypatch.setattr(torch, "bmm", counted)
+    check(name, random_graph(3, 20, 20, 400, 9), Passes())
+    assert batches
+    batches.clear()
+    # One relation with most of the edges: padding would more than double the rows.
+    few = random_graph(3, 20, 20, 400, 9)
+    kinds = few.edge_type * (torch.arange(400) % 10 == 0)
+    check(name, rel.RelationalGraph(few.edge_index, kinds, 20, 9), Passes(sides=False))
+    assert not batches
 
 
 def steps_of(program, graph, name, passes=None):
