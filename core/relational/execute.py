@@ -7,8 +7,7 @@ torch's operators over the same entries (the readable definition, which tests co
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -401,8 +400,3 @@ def _broadcast(step: Step, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         value if of.space == "shared" else _aligned(value, rank)
         for value, of in zip(args, step.args, strict=True)
     ]
-
-
-def uses(steps: Sequence[Step]) -> Mapping[str, int]:
-    """Return how many steps are instances of each template."""
-    return Counter(step.template for step in steps)

@@ -228,6 +228,26 @@ def test_explain_has_both_levels():
     assert f"pair_src {rows} x [6], {rows * 6 * 8} B" in text
 
 
+def test_inputs_that_are_outputs_inside_torch_compile(fresh_compiler):
+    @rel.program
+    def returned(g, y, e):
+        return g.dst(y), g.edge(e)
+
+    graph = random_graph(14, 20, 20, 100, 3)
+    leaves = {"y": torch.randn(20, 4), "e": torch.randn(100, 4)}
+    compiled = returned.compile()
+
+    def model(*args):
+        return rel.run_on_edges(compiled, graph.edge_index, graph.edge_type, (20, 20), 3, *args)
+
+    inputs = {k: x.requires_grad_() for k, x in leaves.items()}
+    whole = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = values_and_gradients(whole(*inputs.values()), inputs)
+    expected = values_and_gradients(evaluate(returned, graph, inputs), inputs)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_traced_by_torch_compile_as_a_whole(fresh_compiler):
     graph = random_graph(13, 20, 20, 100, 3)
     inputs = {k: x.requires_grad_() for k, x in inputs_of("rgat", graph, torch.float32).items()}
