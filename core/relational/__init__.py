@@ -24,9 +24,9 @@ After chapter 3 of the thesis that describes Hector (ASPLOS'24): inter-operator 
 materialization, linear operator reordering, GEMM and traversal templates.
 """
 
-from . import layers
 from .graph import KeptByTensors, RelationalGraph
 from .layer_report import LayerReport, calls_of, count_call, forget_calls
+from .layers import HGT, OF_NODES, TYPED_MEAN, TYPED_SUM, WEIGHTED_SUM, rgat
 from .operator import run_on_edges
 from .passes import Passes
 from .program import CompiledProgram, Program, program
@@ -44,6 +44,11 @@ from .trace import (
 )
 
 __all__ = [
+    "HGT",
+    "OF_NODES",
+    "TYPED_MEAN",
+    "TYPED_SUM",
+    "WEIGHTED_SUM",
     "CompiledProgram",
     "KeptByTensors",
     "LayerReport",
@@ -57,7 +62,7 @@ __all__ = [
     "exp",
     "flatten",
     "forget_calls",
-    "layers",
+    "rgat",
     "leaky_relu",
     "program",
     "run_on_edges",

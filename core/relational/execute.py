@@ -7,8 +7,8 @@ torch's operators over the same entries (the readable definition, which tests co
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,9 @@ from .steps import Step
 
 #: Rows that a GEMM gathers at a time: what it holds beyond its result.
 BLOCK_ROWS = 1 << 14
+#: From so many relations on, products of few rows are one batch of padded products, if padding at
+#: most doubles the rows: calls cost more than products then.
+BATCH_RELATIONS = 8
 
 
 class RowSource(Protocol):
@@ -27,6 +30,20 @@ class RowSource(Protocol):
     def gather(self, ids: torch.Tensor, /) -> torch.Tensor:
         """Return rows ``[n, K]``."""
         ...
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Relations padded to one length: where each row stands, int64 ``[n]``."""
+
+    place: torch.Tensor
+    relations: int
+    length: int
+
+    def pad(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows ``[n, K]`` as ``[relations, length, K]``, zeros where there is no row."""
+        out = rows.new_zeros(self.relations * self.length, rows.shape[1])
+        return out.index_copy_(0, self.place, rows).view(self.relations, self.length, -1)
 
 
 class Schedule:
@@ -127,10 +144,32 @@ class Machine:
                 end = min(begin + BLOCK_ROWS, high)
                 yield r, begin, end, x[begin:end] if index is None else take(x, index[begin:end])
 
+    def _padded(self, step: Step) -> Padding | None:
+        """Return how relations are padded to one length, or None where each is multiplied alone."""
+        space, relations = step.args[0].space, self.graph.num_relations
+        if len(step.args[0].shape) != 1 or relations < BATCH_RELATIONS or space == "relation":
+            return None
+
+        def make() -> Padding | None:
+            rows = self.graph.rows(space)
+            bounds = torch.tensor(rows.bounds)
+            length = int(bounds.diff().max())
+            if not 0 < rows.n <= BLOCK_ROWS or relations * length > 2 * rows.n:
+                return None
+            shift = torch.arange(relations) * length - bounds[:-1]
+            place = shift.repeat_interleave(bounds.diff()) + torch.arange(rows.n)
+            return Padding(place.to(self.graph.device), relations, length)
+
+        return self.graph.once(("padded", space), make)
+
     def typed_linear(
         self, step: Step, x: Any, weight: torch.Tensor, index: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Multiply each row by its relation's weight."""
+        padding = self._padded(step)
+        if padding is not None:
+            rows = padding.pad(x if index is None else take(x, index))
+            return torch.bmm(rows, weight).flatten(0, 1).index_select(0, padding.place)
         out = weight.new_empty(self.graph.rows(step.space).n, *step.shape)
         for r, begin, end, rows in self._blocks(step, x, index):
             if rows.ndim == 2:
@@ -144,6 +183,10 @@ class Machine:
         self, step: Step, x: Any, g: torch.Tensor, index: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return for each relation the product of its rows of x, transposed, and of g."""
+        padding = self._padded(step)
+        if padding is not None:
+            rows = padding.pad(x if index is None else take(x, index))
+            return torch.bmm(rows.transpose(1, 2), padding.pad(g))
         out = g.new_zeros(self.graph.num_relations, *step.shape)
         for r, begin, end, rows in self._blocks(step, x, index):
             part = g[begin:end]
@@ -357,8 +400,3 @@ def _broadcast(step: Step, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         value if of.space == "shared" else _aligned(value, rank)
         for value, of in zip(args, step.args, strict=True)
     ]
-
-
-def uses(steps: Sequence[Step]) -> Mapping[str, int]:
-    """Return how many steps are instances of each template."""
-    return Counter(step.template for step in steps)

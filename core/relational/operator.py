@@ -75,7 +75,7 @@ def relational(
     graph = graph_of(edge_index, edge_type, (num_src, num_dst), num_relations)
     with torch.no_grad():
         outputs = compiled(graph, *inputs)
-    return [outputs] if compiled.program.single else list(outputs)
+    return _apart([outputs] if compiled.program.single else list(outputs), inputs)
 
 
 @relational.register_fake
@@ -114,12 +114,23 @@ def relational_grad(
         outputs = compiled(graph, *leaves)
     outputs = (outputs,) if compiled.program.single else outputs
     found = torch.autograd.grad(outputs, leaves, list(gradients), materialize_grads=True)
-    return [g.clone() if g.is_set_to(seed) else g for g in found for seed in gradients[:1]]
+    return _apart(found, [*gradients, *inputs])
 
 
 @relational_grad.register_fake
 def _(gradients: Any, inputs: Any, *rest: Any) -> list[torch.Tensor]:
     return [torch.empty_like(x) for x in inputs]
+
+
+def _apart(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Return results of which none shares memory with another, or with what an operator got."""
+    seen = {t.untyped_storage().data_ptr() for t in given}
+    apart = []
+    for t in results:
+        alone = t.clone() if t.untyped_storage().data_ptr() in seen else t
+        seen.add(alone.untyped_storage().data_ptr())
+        apart.append(alone)
+    return apart
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:

@@ -229,10 +229,10 @@ def trace(function: Callable[..., Any]) -> tuple[list[str], tuple[Value, ...], b
         Whether it returned one value, not a tuple.
     """
     parameters = list(inspect.signature(function).parameters.values())
-    if not parameters or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in parameters):
+    if len(parameters) < 2 or any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in parameters):
         raise ProgramError(
             f"{function.__name__}{inspect.signature(function)}: a program takes the graph, then "
-            "its inputs, each by name"
+            "one input or more, each by name"
         )
     names = [p.name for p in parameters[1:]]
     found = function(Graph(), *(Value("input", (), (n,), "", f"input {n}") for n in names))

@@ -15,12 +15,14 @@ from dgl.nn import pytorch as dnn
 from torch import nn
 
 from bitslab.relational import (
+    HGT,
+    TYPED_SUM,
+    WEIGHTED_SUM,
     KeptByTensors,
     LayerReport,
     calls_of,
     count_call,
     forget_calls,
-    layers,
     run_on_edges,
 )
 
@@ -59,7 +61,7 @@ def _by_type(x: torch.Tensor, types: torch.Tensor, weight: torch.Tensor, n: int)
     index = _rows.find((types,), None, lambda: torch.arange(len(types), device=types.device))
     edges = _rows.find((types,), "pairs", lambda: torch.stack([index, index]))
     sizes = (len(types), len(types))
-    found: torch.Tensor = run_on_edges(layers.TYPED_SUM, edges, types, sizes, n, x, weight)
+    found: torch.Tensor = run_on_edges(TYPED_SUM, edges, types, sizes, n, x, weight)
     return found
 
 
@@ -117,9 +119,9 @@ class RelGraphConv(dnn.RelGraphConv):  # type: ignore[misc]
         sizes = (g.num_src_nodes(), g.num_dst_nodes())
         edges = (_edges(g), etypes, sizes, typed.num_types)
         if norm is None:
-            h = run_on_edges(layers.TYPED_SUM, *edges, x, weight)
+            h = run_on_edges(TYPED_SUM, *edges, x, weight)
         else:
-            h = run_on_edges(layers.WEIGHTED_SUM, *edges, x, weight, norm.reshape(-1))
+            h = run_on_edges(WEIGHTED_SUM, *edges, x, weight, norm.reshape(-1))
         h = h.flatten(1)
         if self.layer_norm:
             h = self.layer_norm_weight(h)
@@ -153,7 +155,7 @@ class HGTConv(dnn.HGTConv):  # type: ignore[misc]
         )
         prior = torch.stack(list(self.relation_pri), 1)[:, :, None] / self.sqrt_d
         edges = (_edges(g), etype, (g.num_src_nodes(), n_dst), len(keys))
-        h = run_on_edges(layers.HGT, *edges, k, q, v, keys, values, prior).flatten(1)
+        h = run_on_edges(HGT, *edges, k, q, v, keys, values, prior).flatten(1)
         h = self.drop(_projected(self.linear_a, h, dst_type))
         residual = x_dst if x_dst.shape == h.shape else x_dst @ self.residual_w
         h = torch.lerp(residual, h, self.skip[dst_type].sigmoid()[:, None])

@@ -17,12 +17,16 @@ from torch import nn
 from bitslab import CompressedFeature, CompressedTable
 from bitslab.errors import ArgumentTypeError
 from bitslab.relational import (
+    HGT,
+    OF_NODES,
+    TYPED_MEAN,
+    TYPED_SUM,
     KeptByTensors,
     LayerReport,
     calls_of,
     count_call,
     forget_calls,
-    layers,
+    rgat,
     run_on_edges,
 )
 from bitslab.tensors import FeatureTensor
@@ -120,13 +124,13 @@ class _RelationalConv(_Constructed):
             source = source.view(len(source), self.num_blocks, -1)
         sizes = (source.shape[0], target.shape[0])
         edges = (edge_index, edge_type, sizes, self.num_relations)
-        program = layers.TYPED_MEAN if self.aggr == "mean" else layers.TYPED_SUM
+        program = TYPED_MEAN if self.aggr == "mean" else TYPED_SUM
         out = run_on_edges(program, *edges, source, weight)
         out = out.flatten(1)
         if self.root is not None and isinstance(target, torch.Tensor):
             out = out + target @ self.root
         elif self.root is not None:
-            out = out + run_on_edges(layers.OF_NODES, *edges, target, self.root)
+            out = out + run_on_edges(OF_NODES, *edges, target, self.root)
         return out if self.bias is None else out + self.bias
 
 
@@ -184,7 +188,7 @@ class RGATConv(_Constructed, gnn.RGATConv):  # type: ignore[misc]
         if not reason and size is not None and tuple(size) != (len(source), len(target)):
             reason = f"size={tuple(size)}"
         masked = self.training and self.dropout > 0
-        program = layers.rgat(self.heads, self.negative_slope, edge_attr is not None, masked)
+        program = rgat(self.heads, self.negative_slope, edge_attr is not None, masked)
         if program is None:
             reason = reason or "torch.compile before the first call"
         count_call(self, reason)
@@ -262,9 +266,9 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
         prior = torch.cat([self.p_rel["__".join(t)] for t in self.edge_types]) / math.sqrt(dim)
         total = sum(counts.values())
         inputs = (k, q, v, keys, values, prior[:, :, None])
-        out = run_on_edges(
-            layers.HGT, edge_index, edge_type, (total, total), relations, *inputs
-        ).flatten(1)
+        out = run_on_edges(HGT, edge_index, edge_type, (total, total), relations, *inputs).flatten(
+            1
+        )
         rows = dict(zip(counts, out.split(list(counts.values())), strict=True))
         found = {t: nn.functional.gelu(rows[t]) for t in rows if t in self.dst_node_types}
         found = self.out_lin(found)
@@ -315,7 +319,7 @@ def _prepare(layer: Any) -> None:
     if isinstance(layer, gnn.RGATConv):
         for logits in {False, layer.edge_dim is not None}:
             for masked in {False, layer.dropout > 0}:
-                layers.rgat(layer.heads, layer.negative_slope, logits, masked)
+                rgat(layer.heads, layer.negative_slope, logits, masked)
 
 
 _COMPILED: dict[type, type] = {

@@ -110,6 +110,8 @@ def test_program_that_cannot_be_compiled(function, message):
 def test_program_takes_inputs_by_name():
     with pytest.raises(rel.ProgramError, match="each by name"):
         rel.program(lambda g, *inputs: inputs[0])
+    with pytest.raises(rel.ProgramError, match="one input or more"):
+        rel.program(lambda g: rel.sum_to_dst(g.inverse_counts))
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_result_and_gradients_of_each_pass(name, passes, backend):
     name=st.sampled_from(sorted(PROGRAMS)),
     passes=st.builds(Passes, *[st.booleans()] * 4),
     backend=st.sampled_from(["auto", "torch"]),
-    sizes=st.tuples(*[st.integers(1, 6)] * 2, st.integers(0, 25), st.integers(1, 5)),
+    sizes=st.tuples(*[st.integers(1, 6)] * 2, st.integers(0, 25), st.integers(1, 10)),
     seed=st.integers(0, 1000),
 )
 def test_random_graphs(name, passes, backend, sizes, seed):
@@ -65,6 +65,26 @@ def test_generated_gradients_are_those_of_differences(name):
     inputs = [x.requires_grad_() for x in inputs_of(name, graph).values()]
     compiled = PROGRAMS[name].compile()
     assert torch.autograd.gradcheck(lambda *args: compiled(graph, *args), inputs)
+
+
+@pytest.mark.parametrize("name", ["rgcn", "rgat", "edge_features"])
+def test_many_relations_of_few_rows_are_one_batch(name, monkeypatch):
+    batches = []
+    plain = torch.bmm
+
+    def counted(*args):
+        batches.append(1)
+        return plain(*args)
+
+    monkeypatch.setattr(torch, "bmm", counted)
+    check(name, random_graph(3, 20, 20, 400, 9), Passes())
+    assert batches
+    batches.clear()
+    # One relation with most of the edges: padding would more than double the rows.
+    few = random_graph(3, 20, 20, 400, 9)
+    kinds = few.edge_type * (torch.arange(400) % 10 == 0)
+    check(name, rel.RelationalGraph(few.edge_index, kinds, 20, 9), Passes(sides=False))
+    assert not batches
 
 
 def steps_of(program, graph, name, passes=None):
@@ -206,6 +226,26 @@ def test_explain_has_both_levels():
         assert part in text
     rows = graph.rows("pair_src").n
     assert f"pair_src {rows} x [6], {rows * 6 * 8} B" in text
+
+
+def test_inputs_that_are_outputs_inside_torch_compile(fresh_compiler):
+    @rel.program
+    def returned(g, y, e):
+        return g.dst(y), g.edge(e)
+
+    graph = random_graph(14, 20, 20, 100, 3)
+    leaves = {"y": torch.randn(20, 4), "e": torch.randn(100, 4)}
+    compiled = returned.compile()
+
+    def model(*args):
+        return rel.run_on_edges(compiled, graph.edge_index, graph.edge_type, (20, 20), 3, *args)
+
+    inputs = {k: x.requires_grad_() for k, x in leaves.items()}
+    whole = torch.compile(model, fullgraph=True, backend="aot_eager")
+    found = values_and_gradients(whole(*inputs.values()), inputs)
+    expected = values_and_gradients(evaluate(returned, graph, inputs), inputs)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
 
 
 def test_traced_by_torch_compile_as_a_whole(fresh_compiler):

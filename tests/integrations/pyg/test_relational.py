@@ -12,6 +12,7 @@ import torch_geometric.nn as gnn
 from torch import nn
 from torch_geometric.data import Data
 
+from bitslab.errors import ArgumentTypeError, IndexRangeError
 from bitslab.integrations import pyg
 from bitslab.integrations.pyg import (
     compile_relational,
@@ -317,7 +318,22 @@ def test_packed_features_of_a_data_set_are_decoded_as_they_are_multiplied():
     assert data.x.feature.kept_whole is None, "the features were decoded as a whole"
 
 
-def test_to_hetero_and_hetero_conv_work_around_compiled_layers():
+def test_errors_name_what_is_wrong():
+    index, kind = graph()
+    _, ours = both("RGATConv", 8, 12, TYPES)
+    with pytest.raises(ArgumentTypeError, match="edge_dim is None"):
+        ours(torch.randn(NODES, 8), index, kind, torch.randn(EDGES, 3))
+    _, ours = both("RGCNConv", 8, 12, TYPES - 1)
+    with pytest.raises(IndexRangeError, match="edge_type has 4; accepted are 0 to 3"):
+        ours(torch.randn(NODES, 8), index, kind)
+    x, edges = hetero()
+    _, ours = both("HGTConv", {t: v.shape[1] for t, v in x.items()}, 8, METADATA)
+    del x["author"]
+    with pytest.raises(ArgumentTypeError, match="no features of 'author'"):
+        ours(x, edges)
+
+
+def test_hetero_conv_around_compiled_layers():
     index, kind = graph()
     plain, ours = both("RGCNConv", 8, 12, TYPES)
     x = {"a": torch.randn(NODES, 8)}
