@@ -273,7 +273,7 @@ class _Staged:
             self._take_tail(memory)
         tokens = keys.tail_tokens + self._sides[0].edges[-1] - self._end
         if self._tail_run is not None:
-            runs.append(self._tail_run._replace(tokens=tokens))
+            runs.append(self._tail_run.of_tokens(tokens))
         elif tokens:
             run, tensors = Run.of(*self.raw()[-1])
             runs.append(run)

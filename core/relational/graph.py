@@ -26,6 +26,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..engine.kernels.cpu import segment_sums
+from ..engine.versions import version_of
 from ..errors import ArgumentError, ArgumentTypeError, IndexRangeError, ModifiedInPlaceError
 
 T = TypeVar("T")
@@ -385,7 +386,7 @@ def graph_of(
 
 def versions_of(*tensors: torch.Tensor) -> tuple[int, ...]:
     """Return the version counters of tensors, -1 for those of inference mode, which have none."""
-    return tuple(-1 if t.is_inference() else t._version for t in tensors)
+    return tuple(-1 if t.is_inference() else version_of(t) for t in tensors)
 
 
 def _check(

@@ -7,7 +7,7 @@ import sys
 import threading
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -74,6 +74,8 @@ class CompressedFeature:
         A cache over that table.
     device : torch.device or str, optional
         Where rows mostly go; the device of the cache, or else the CPU, when left out.
+    notes : iterable of str
+        What `stats` is to say of how it was made.
 
     Notes
     -----
@@ -98,6 +100,8 @@ class CompressedFeature:
         table: CompressedTable,
         cache: SlabCache | None = None,
         device: torch.device | str | None = None,
+        *,
+        notes: Iterable[str] = (),
     ) -> None:
         if not isinstance(table, CompressedTable):
             raise ArgumentTypeError(
@@ -110,7 +114,7 @@ class CompressedFeature:
         self.table = table
         self.cache = cache
         self.device = checked_device(device)
-        self._notes: list[str] = []
+        self._notes = list(notes)
         self._whole: ReadOnlyTensor | None = None
         self._whole_version = 0
         self._tensor: weakref.ref[torch.Tensor] | None = None
@@ -209,10 +213,7 @@ class CompressedFeature:
                 from .ranks import share_cache
 
                 cache = share_cache(table, fill, group, target)
-        made = cls(table, cache, target)
-        if note:
-            made._notes.append(note)
-        return made
+        return cls(table, cache, target, notes=[note] if note else ())
 
     # Properties
 

@@ -108,9 +108,7 @@ def compress_pulls(
         raise ArgumentError(f"name: pulls of {key!r} are compressed already; detach() them first")
     sample = _sample(client, key)
     fitted = choose_codec(sample, codec, client.get_data_meta(key)[1][0], options)
-    pulls = CompressedPulls(client, key, fitted, link_gb_per_s)
-    pulls._attach()
-    return pulls
+    return CompressedPulls(client, key, fitted, link_gb_per_s)
 
 
 class CompressedPulls:
@@ -122,6 +120,8 @@ class CompressedPulls:
         Name of the tensor in the store.
     codec : RowCodec
         Codec of its rows.
+    form_id : str
+        Name of its packed form in requests.
 
     Notes
     -----
@@ -136,24 +136,25 @@ class CompressedPulls:
         self._client = client
         self._link_gb_per_s = link_gb_per_s
         self._form = _Form(codec)
-        self._form_id = _form_id(name, codec)
+        self.form_id = _form_id(name, codec)
         self._standalone = isinstance(client, kvstore.SA_KVClient)
         self._handler: PackingHandler | None = None
         self._notes: list[str] = []
+        self._attach()
 
     def _attach(self) -> None:
         client, name = self._client, self.name
         if self._standalone:
             self._notes.append("standalone: this client has no servers, no row crosses a network")
         else:
-            inner = client._pull_handlers[name]
-            handler = PackingHandler(inner, self._form_id, self.codec)
-            _forms[self._form_id] = self._form
+            inner = _handlers_of(client)[name]
+            handler = PackingHandler(inner, self.form_id, self.codec)
+            _forms[self.form_id] = self._form
             # Even where packing saves nothing, because it is a barrier: other clients wait in it.
             client.register_pull_handler(name, handler)
             if self.codec.keeps_raw:
                 self._notes.append("raw: packing would not make these rows smaller")
-                client._pull_handlers[name] = inner
+                _handlers_of(client)[name] = inner
             self._handler = handler
         override = vars(client).get("pull")
         if not isinstance(override, _Pull):
@@ -176,7 +177,7 @@ class CompressedPulls:
         # A deleted tensor has no handlers any more, and stopped servers need none.
         if dist_context.is_initialized() and self.name in self._client.data_name_list():
             self._client.register_pull_handler(self.name, self._handler.inner)
-        _forms.pop(self._form_id, None)
+        _forms.pop(self.form_id, None)
 
     def stats(self) -> dict[str, Any]:
         """Return counts of the rows received from other machines since `compress_pulls`.
@@ -210,12 +211,12 @@ class CompressedPulls:
         """Return name and codec of the tensor as text."""
         return f"<CompressedPulls of {self.name!r}, {self.codec.describe()}>"
 
-    def _wanted(self) -> bool:
+    def wants_packed(self) -> bool:
         """Return whether to request packed rows."""
         if self._handler is None or self.codec.keeps_raw:
             return False
         # Another handler: the tensor was deleted, and its name may belong to another one now.
-        handlers = self._client._pull_handlers
+        handlers = _handlers_of(self._client)
         if handlers.get(self.name) is not self._handler:
             return False
         gain = self._form.gains_below_gb_per_s
@@ -234,6 +235,12 @@ class CompressedPulls:
 # What a client does
 
 
+def _handlers_of(client: Any) -> dict[str, Any]:
+    """Return a client's own handlers of pulls by tensor, which may be changed."""
+    handlers: dict[str, Any] = client._pull_handlers
+    return handlers
+
+
 class _Pull:
     """Replaces a client's `pull` and requests packed rows for the compressed tensors."""
 
@@ -245,14 +252,14 @@ class _Pull:
     def __call__(self, name: str, id_tensor: Any) -> torch.Tensor:
         client = self.client
         pulls = self.pulls.get(name)
-        if pulls is not None and pulls._wanted():
+        if pulls is not None and pulls.wants_packed():
             id_tensor = utils.toindex(id_tensor).tousertensor()
             if not id_tensor.shape[0]:
                 # With a handler that is not its own, DGL would join no replies and fail.
-                handler = client._pull_handlers[name]
+                handler = _handlers_of(client)[name]
                 rows: torch.Tensor = handler(client.data_store, name, id_tensor)
                 return rows
-            name = _WantedName(name, pulls._form_id)
+            name = _WantedName(name, pulls.form_id)
         if self._before is not None:
             pulled: torch.Tensor = self._before(name, id_tensor)
         else:

@@ -66,10 +66,12 @@ class KVHandle(torch.Tensor):
     ----------
     update : Update
         The update that returned it.
+    which : int
+        0 for K, 1 for V.
     """
 
     update: Update
-    _which: int
+    which: int
 
     @staticmethod
     def __new__(cls, update: Update, which: int, like: torch.Tensor, tokens: int) -> KVHandle:
@@ -78,12 +80,12 @@ class KVHandle(torch.Tensor):
         found: KVHandle = torch.Tensor._make_wrapper_subclass(
             cls, (batch, heads, tokens, dim), dtype=like.dtype, device=like.device
         )
-        found.update, found._which = update, which
+        found.update, found.which = update, which
         return found
 
     def dense(self) -> torch.Tensor:
         """Return the tokens."""
-        return self.update.dense()[self._which]
+        return self.update.dense()[self.which]
 
     @classmethod
     def __torch_function__(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -111,6 +111,10 @@ class PlanCache:
         """Return the number of plans."""
         return len(self._known)
 
+    def __iter__(self) -> Iterator[_Known]:
+        """Yield the plans, the one that was used last as the last."""
+        return iter(self._known)
+
     def stats(self) -> dict[str, int]:
         """Return how many tensors were planned, and how many kept a plan."""
         with self._lock:
@@ -136,7 +140,7 @@ class PlanCache:
         """
         if not isinstance(other, PlanCache):
             raise ArgumentTypeError(f"other: expected a PlanCache, got {type(other).__name__}")
-        stats, known = other.stats(), other._known
+        stats, known = other.stats(), tuple(other)
         for plan in known:
             if plan is known[-1] or plan not in self._known:
                 self._use(plan)

@@ -35,6 +35,10 @@ class Run(NamedTuple):
         run = cls(keys.data_ptr(), values.data_ptr(), batch, head, token, first, keys.shape[2])
         return run, (keys, values)
 
+    def of_tokens(self, tokens: int) -> Run:
+        """Return a run of so many of the tokens, from the first on."""
+        return self._replace(tokens=tokens)
+
     @staticmethod
     def serves(keys: torch.Tensor, values: torch.Tensor) -> bool:
         """Return whether keys and values have the same strides, by which words can be loaded."""
