@@ -213,11 +213,12 @@ class CompressedPulls:
 
     def wants_packed(self) -> bool:
         """Return whether to request packed rows."""
-        if self._handler is None or self.codec.keeps_raw:
+        handler = self._handler
+        if handler is None or self.codec.keeps_raw:
             return False
         # Another handler: the tensor was deleted, and its name may belong to another one now.
         handlers = _handlers_of(self._client)
-        if handlers.get(self.name) is not self._handler:
+        if handlers.get(self.name) is not handler:
             return False
         gain = self._form.gains_below_gb_per_s
         if self._link_gb_per_s is None or self._form.replies < MEASURED_REPLIES:
@@ -228,17 +229,16 @@ class CompressedPulls:
             f"raw: packing gains below {gain:.3g} GB/s, the network has {self._link_gb_per_s:.3g}"
         )
         # DGL pulls faster with its own handler, and servers answer its requests with raw rows.
-        handlers[self.name] = self._handler.inner
+        handlers[self.name] = handler.inner
         return False
 
 
 # What a client does
 
 
-def _handlers_of(client: Any) -> dict[str, Any]:
-    """Return a client's own handlers of pulls by tensor, which may be changed."""
-    handlers: dict[str, Any] = client._pull_handlers
-    return handlers
+def _handlers_of(client: Any) -> Any:
+    """Return a client's own handlers of pulls by tensor, a dict which may be changed."""
+    return client._pull_handlers
 
 
 class _Pull:
