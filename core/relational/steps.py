@@ -62,7 +62,8 @@ class Step:
 
 #: Nanoseconds of a multiplication with its addition, an element that is visited along an edge, an
 #: element that is read or written in order, and an operator that is called. Only their ratios
-#: matter. They are estimates: of a CPU from steps of 64 float32 values, of a GPU from no measurement.
+#: matter. They are estimates: of a CPU from steps of 64 float32 values, of a GPU from nothing
+#: measured.
 COSTS = {"cpu": (0.04, 0.7, 0.3, 5000.0), "cuda": (0.00004, 0.002, 0.001, 5000.0)}
 
 
