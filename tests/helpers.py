@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -45,6 +46,12 @@ def bits_of(t: torch.Tensor) -> torch.Tensor:
     """Copy a tensor's bytes to uint8 ``[nbytes]``."""
     t = t.detach().resolve_conj().resolve_neg()
     return t.clone(memory_format=torch.contiguous_format).flatten().view(torch.uint8)
+
+
+def options_id(options: Mapping[str, Any]) -> str:
+    """Return a readable id of keyword arguments, the same in every process."""
+    named = (f"{name}={getattr(value, '__name__', value)}" for name, value in options.items())
+    return ", ".join(named) or "defaults"
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -12,6 +12,7 @@ from torch import nn
 
 from bitslab.integrations import dgl as ours_of
 from bitslab.integrations.dgl import compile_relational, relational_calls, restore_relational
+from tests.helpers import options_id
 
 NODES, EDGES, TYPES, NODE_TYPES = 40, 300, 5, 3
 
@@ -66,8 +67,8 @@ REL = [
 ]
 
 
-@pytest.mark.parametrize("norm", [None, (EDGES,), (EDGES, 1)])
-@pytest.mark.parametrize("kwargs", REL, ids=str)
+@pytest.mark.parametrize("norm", [None, (EDGES,), (EDGES, 1)], ids=["no norm", "1-D", "2-D"])
+@pytest.mark.parametrize("kwargs", REL, ids=options_id)
 def test_rel_graph_conv(kwargs, norm):
     graph, types, _ = drawn()
     weights = None if norm is None else torch.rand(norm).reshape(EDGES, 1)

@@ -20,6 +20,7 @@ from bitslab.integrations.pyg import (
     relational_calls,
     restore_relational,
 )
+from tests.helpers import options_id
 
 NODES, EDGES, TYPES = 40, 300, 5
 
@@ -92,7 +93,7 @@ RGCN = [
 ]
 
 
-@pytest.mark.parametrize("kwargs", RGCN, ids=str)
+@pytest.mark.parametrize("kwargs", RGCN, ids=options_id)
 @pytest.mark.parametrize("name", ["RGCNConv", "FastRGCNConv"])
 def test_rgcn(name, kwargs):
     plain, ours = both(name, 8, 12, TYPES, **kwargs)
@@ -114,7 +115,7 @@ RGAT = [
 ]
 
 
-@pytest.mark.parametrize("kwargs", RGAT, ids=str)
+@pytest.mark.parametrize("kwargs", RGAT, ids=options_id)
 def test_rgat(kwargs):
     plain, ours = both("RGATConv", 8, 12, TYPES, **kwargs)
     nn.init.normal_(plain.bias) if plain.bias is not None else None
