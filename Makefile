@@ -13,7 +13,7 @@ LOWEST := .venv-lowest
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip
 ARGS ?=
-WORKERS ?= 3
+WORKERS ?= 2
 DEMO ?= inspect_and_compress feature_gather train_graphsage_dgl train_graphsage_pyg train_dlrm \
 	train_dlrm_distributed \
 	serve_dlrm generate_offloaded long_context train_cnn_swapped train_offloaded
@@ -81,8 +81,8 @@ $(VENV)/.dev-stamp: pyproject.toml constraints.txt $(VENV)/.pip-stamp
 # Each worker begins with its share of the tests, in order, and takes from others' when it is done:
 # so nearly every file runs on one worker, which starts servers or builds the wheel once for all of
 # their tests. Groups (--dist loadgroup) would do, but pytest-xdist 3.8 cannot name them to pytest 9.2.
-# Three workers share two processors: a fifth of the time one waits, for a child, a disk, or a kernel
-# that another one compiles. Threads of torch that spin behind its operations would take processors
+# Two workers share the processors (a third one takes as much from them as it gives: 644 s of 12,613
+# tests). Threads of torch that spin behind its operations would take processors
 # from the others' tests (OMP_WAIT_POLICY).
 # In a fresh clone each worker would first rewrite and compile every file of tests, and wait while the
 # other compiles kernels: that is done once, on the processor that mypy leaves idle. What is wrong

@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 LINE = re.compile(r"^([\d.]+)s (call|setup|teardown) +(tests/\S.*)$", re.M)
-WORKERS = 3  # of make test
+WORKERS = 2  # of make test
 SECONDS = re.compile(r"^=+ .* in ([\d.]+)s.*? =+$", re.M)
 
 

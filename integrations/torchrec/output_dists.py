@@ -48,7 +48,7 @@ def messages_of(
 ) -> list[Message]:
     """Return what a sharding sends, in the same order on all ranks: each table by itself.
 
-    Shards of a table that are not as wide are told apart by their width.
+    Shards of a table that are not as wide are distinguished by their width.
     """
     found: dict[tuple[str, int, torch.dtype], list[list[int]]] = {}
     for rank, mine in enumerate(columns):

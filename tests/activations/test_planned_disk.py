@@ -42,7 +42,7 @@ def as_on_a_gpu(profile: StepProfile) -> Plan:
     """Return the plan of everything on the disk, read to the host ahead of its fetch."""
     timeline = Timeline(replace(profile, read_ahead_bytes=read_ahead_bytes(profile, None)))
     choices = timeline.choices({s.site: Candidate("disk") for s in profile.sites})
-    limit = 1.1 * float(timeline.floor(choices).max())  # room for few that are fetched ahead
+    limit = 1.6 * float(timeline.floor(choices).max())  # room for some that are fetched ahead
     prediction, trace = timeline.follow(choices, limit_bytes=limit)
     plain = timeline.predict(timeline.keep_all())
     return described(timeline, Solution(choices, prediction, trace, True, limit), plain, "Chosen.")
