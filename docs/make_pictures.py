@@ -337,12 +337,11 @@ CHARTS: dict[str, Callable[[], Chart]] = {
     "sizes": sizes,
 }
 
+SYSTEMS = "tables tensors embedding offload kvcache activations distributed relational"
 #: The rings and what is in them; tests/test_docs.py compares them with the folders.
 RINGS = {
     "engine": ("kernels", "memory", "codecs", "transfer", "advisor", "files"),
-    "systems": tuple(
-        "tables tensors embedding offload kvcache activations distributed relational".split()
-    ),
+    "systems": tuple(SYSTEMS.split()),
     "integrations": tuple("dgl pyg embedding torchrec transformers accelerate autograd".split()),
 }
 

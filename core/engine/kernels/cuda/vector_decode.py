@@ -10,7 +10,8 @@ import torch
 from ..format import ceil_div
 from ..vector_chunks import ONLY_BYTES, VectorPlan, uploaded_chunks
 from ..vector_format import PIECE_CODES
-from .parameters import Address, Int32, Int64, Parameters
+from .chunk_parameters import DescribesChunks, OfChunks
+from .parameters import Address
 from .runner import Launch, Runner
 from .source import vector_variant
 
@@ -23,7 +24,7 @@ ROOM = 4
 
 
 @dataclass(init=False)
-class OpenBodies(Parameters):
+class OpenBodies(DescribesChunks):
     """Parameters of `open_bodies`: `count` chunks, or the numbers of the only one.
 
     Those of the only one are written to `described`.
@@ -31,55 +32,27 @@ class OpenBodies(Parameters):
 
     kernel = "open_bodies"
 
-    chunks: Address
-    count: Int32
-    described: Address
-    data: Int64
-    data_bytes: Int64
-    values: Int64
-    rows: Int64
-    row: Int64
-    flags: Int64
-    form: Int64
-    bound: Int64
-    state: Int64
-    tables: Int64
-    row_starts: Int64
-    references: Int64
-    ranks: Int64
-    places: Int64
-    symbols: Int64
-    slots: Int64
-
 
 @dataclass(init=False)
-class ReadStreams(Parameters):
+class ReadStreams(OfChunks):
     """Parameters of `read_streams`."""
 
     kernel = "read_streams"
 
-    chunks: Address
-    count: Int32
-
 
 @dataclass(init=False)
-class FindPlaces(Parameters):
+class FindPlaces(OfChunks):
     """Parameters of `find_places`."""
 
     kernel = "find_places"
 
-    chunks: Address
-    count: Int32
-
 
 @dataclass(init=False)
-class WriteRows(Parameters):
+class WriteRows(OfChunks):
     """Parameters of `write_rows`; errors go to the mailbox."""
 
     kernel = "write_rows"
 
-    chunks: Address
-    count: Int32
     mailbox: Address
 
 

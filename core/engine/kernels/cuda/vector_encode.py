@@ -16,7 +16,8 @@ from ..vector_chunks import (
     uploaded_chunks,
 )
 from ..vector_format import PIECE_CODES
-from .parameters import Address, Int32, Int64, Parameters
+from .chunk_parameters import DescribesChunks, OfChunks
+from .parameters import Address
 from .runner import Launch, Runner
 from .source import vector_variant
 from .vector_decode import grid_of
@@ -27,102 +28,63 @@ THREAD_NUMBERS = 8  # that a thread takes at least, where there are enough
 
 
 @dataclass(init=False)
-class BeginChunks(Parameters):
+class BeginChunks(DescribesChunks):
     """Parameters of `begin_chunks`: as of `open_bodies`."""
 
     kernel = "begin_chunks"
 
-    chunks: Address
-    count: Int32
-    described: Address
-    data: Int64
-    data_bytes: Int64
-    values: Int64
-    rows: Int64
-    row: Int64
-    flags: Int64
-    form: Int64
-    bound: Int64
-    state: Int64
-    tables: Int64
-    row_starts: Int64
-    references: Int64
-    ranks: Int64
-    places: Int64
-    symbols: Int64
-    slots: Int64
-
 
 @dataclass(init=False)
-class QuantiseRows(Parameters):
+class QuantiseRows(OfChunks):
     """Parameters of `quantise_rows`."""
 
     kernel = "quantise_rows"
 
-    chunks: Address
-    count: Int32
-
 
 @dataclass(init=False)
-class FindRows(Parameters):
+class FindRows(OfChunks):
     """Parameters of `find_rows`."""
 
     kernel = "find_rows"
 
-    chunks: Address
-    count: Int32
-
 
 @dataclass(init=False)
-class NumberRows(Parameters):
+class NumberRows(OfChunks):
     """Parameters of `number_rows`."""
 
     kernel = "number_rows"
 
-    chunks: Address
-    count: Int32
-
 
 @dataclass(init=False)
-class CountCodes(Parameters):
+class CountCodes(OfChunks):
     """Parameters of `count_codes`."""
 
     kernel = "count_codes"
 
-    chunks: Address
-    count: Int32
-
 
 @dataclass(init=False)
-class MeasurePieces(Parameters):
+class MeasurePieces(OfChunks):
     """Parameters of `measure_pieces`."""
 
     kernel = "measure_pieces"
 
-    chunks: Address
-    count: Int32
-
 
 @dataclass(init=False)
-class PlaceBodies(Parameters):
+class PlaceBodies(OfChunks):
     """Parameters of `place_bodies`: int64 ``[count + 1]`` offsets and ``[count]`` sizes."""
 
     kernel = "place_bodies"
 
-    chunks: Address
-    count: Int32
     offsets: Address
     sizes: Address
 
 
 @dataclass(init=False)
-class WriteBodies(Parameters):
+class WriteBodies(OfChunks):
     """Parameters of `write_bodies`: without `out`, each goes to the buffer of its chunk."""
 
     kernel = "write_bodies"
 
-    chunks: Address
-    count: Int32
     out: Address
     offsets: Address
 
