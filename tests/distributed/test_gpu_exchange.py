@@ -15,7 +15,7 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rows_on_gpus_cross_by_nccl(ranks: int, tmp_path: Path) -> None:
     if torch.cuda.device_count() < ranks:
-        pytest.skip(f"{ranks} GPUs")
+        pytest.skip(f"needs {ranks} GPUs")
     for seen in run_ranks("nccl", ranks, tmp_path, timeout_s=120):
         assert "a CUDA graph is being captured" in seen.pop("capture")
         stats = seen.pop("stats")

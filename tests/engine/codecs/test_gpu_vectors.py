@@ -145,7 +145,10 @@ def test_damaged_blobs_are_refused_or_contained(codec):
     blob = codec.encode(t).trimmed()
     generator = torch.Generator().manual_seed(5)
     refused = 0
-    for place in torch.randint(len(blob.data), (80,), generator=generator).tolist():
+    places = [  # most of what says where rows and bits stand is in front
+        torch.randint(n, (40,), generator=generator) for n in (200, len(blob.data))
+    ]
+    for place in torch.cat(places).tolist():
         data = blob.data.clone()
         data[place] ^= 1 << place % 8
         memory = torch.full((t.numel() + 200,), 7.0, device="cuda")
@@ -157,7 +160,7 @@ def test_damaged_blobs_are_refused_or_contained(codec):
             refused += 1
             assert bool((out == 7).all())
         assert (memory[:100] == 7).all() and (memory[-100:] == 7).all()
-    assert refused > 3
+    assert refused > 10
 
 
 def test_equal_rows_in_flight_on_several_streams_do_not_disturb_each_other():
