@@ -1,8 +1,8 @@
 """Compile most kernels for the CPU into Numba's cache, before the workers of pytest ask for them.
 
-They compile one at a time, for a lock is held meanwhile (engine/kernels/cpu/compiling.py): two
-workers that begin with an empty cache wait for each other. ``make test`` runs this in a fresh
-clone, while mypy has the other processor; without it the tests are the same, and slower.
+Both workers would begin with an empty cache, and wait for each other where they need the same
+function. ``make test`` runs this in a fresh clone, while mypy has the other processor; without it
+the tests are the same, and slower.
 """
 
 from __future__ import annotations

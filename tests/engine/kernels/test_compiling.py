@@ -2,9 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 from pathlib import Path
+from typing import Any
 
+from numba.core.dispatcher import Dispatcher
+
+from bitslab.engine.kernels import cpu
+from bitslab.engine.kernels.cpu.jit import LockedCache
 from tests.forked import run_forked_together
 
 #: Each of two processes compiles what the other has compiled, or is compiling, for other widths.
@@ -42,3 +49,15 @@ def test_processes_share_a_new_cache(tmp_path: Path) -> None:
         for done in run_forked_together([["-c", CODE, width] for width in "24"], env=environment):
             assert done.returncode == 0, done.stderr
         assert list(tmp_path.rglob("*.nbc"))
+
+
+def test_every_kernel_has_a_cache_that_processes_share() -> None:
+    names = [module.name for module in pkgutil.iter_modules(cpu.__path__)]
+    kernels: dict[str, Any] = {
+        f"{name}.{key}": value
+        for name in names
+        for key, value in vars(importlib.import_module(f"{cpu.__name__}.{name}")).items()
+        if isinstance(value, Dispatcher)
+    }
+    assert len(kernels) > 150
+    assert not [key for key, kernel in kernels.items() if type(kernel._cache) is not LockedCache]

@@ -5,7 +5,7 @@ What a kernel reports in the mailbox these functions return.
 
 from __future__ import annotations
 
-from numba import njit
+from .jit import njit
 
 MODE_SUM, MODE_MEAN, MODE_MAX = 0, 1, 2  # torch's numbers
 

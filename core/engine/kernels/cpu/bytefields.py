@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
@@ -29,6 +29,7 @@ from ..format import GROUP_CHUNKS, RowFormat
 from .bits import GROUP, bits_of
 from .fields import FIELD_BITS, FIRST_FIELD_RUN, FIRST_RUN, FIXED, KIND
 from .groups import WHOLE_BYTES, concatenated, shuffle, splat, vector, zero
+from .jit import njit
 from .memory import load, load_signed
 
 VALUES_BYTES = 16  # of what the codes of a cluster stand for

@@ -7,9 +7,9 @@ its code with the first bit lowest, and from bit 16 on its length.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ..vector_format import CODE_LIMIT_BITS, PIECE_CODES
+from .jit import njit
 
 LENGTH_AT = np.uint64(16)
 CODE_MASK = np.uint64(0xFFFF)

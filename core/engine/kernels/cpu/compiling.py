@@ -1,8 +1,7 @@
-"""Compiling the Numba functions, one process at a time.
+"""Compiling the Numba functions, each in one process at a time.
 
-Numba keeps compiled code on disk in an index per function that it reads, changes and writes with no
-lock: two processes that compile different dtypes at once can file them under one name, and the
-function then fails for good. So every first use for new argument types happens under a lock file.
+Processes that need the same function for new argument types would compile it several times: the
+others wait for the first one, and load it. What the cache itself needs is in jit.py.
 """
 
 from __future__ import annotations
@@ -10,12 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 import threading
+import zlib
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 
 from ..compile_notice import CompileNotice
+from .lock_files import lock_file
 
 notice = CompileNotice("kernels for the CPU")
 
@@ -60,8 +61,12 @@ def prepare(kernel: Any, *args: Any) -> None:
 
 @contextlib.contextmanager
 def compiling_with_cache_of(kernel: Any) -> Iterator[None]:
-    """Hold the locks under which functions are compiled into the cache that `kernel` is in."""
-    with _lock, _only_process(kernel.stats.cache_path), _watched():
+    """Hold the locks under which `kernel` is compiled into its cache, and what goes with it."""
+    function = kernel.py_func
+    name = f"{function.__module__}.{function.__qualname__}"
+    # Few files: functions that share one wait for each other.
+    file = f"bitslab-{zlib.crc32(name.encode()) % 16}.lock"
+    with _lock, lock_file(kernel.stats.cache_path, file), _watched():
         yield
 
 
@@ -94,23 +99,3 @@ def _kind(argument: Any) -> Any:
     if isinstance(argument, np.ndarray):
         return argument.dtype, argument.ndim, argument.flags.num
     return type(argument)
-
-
-@contextlib.contextmanager
-def _only_process(folder: str | None) -> Iterator[None]:
-    """Hold the lock file of a cache folder; nothing to hold where there is no cache."""
-    try:
-        import fcntl
-
-        os.makedirs(folder or "", exist_ok=True)
-        handle = os.open(os.path.join(folder or "", "bitslab.lock"), os.O_RDWR | os.O_CREAT, 0o666)
-    except (ImportError, OSError):  # no such locks on this system, or no cache that could be hurt
-        yield
-        return
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        # Not by closing alone: a child forked meanwhile has the file open too.
-        fcntl.flock(handle, fcntl.LOCK_UN)
-        os.close(handle)

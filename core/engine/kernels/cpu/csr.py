@@ -7,9 +7,9 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ..kept_format import ROW_UNITS
+from .jit import njit
 
 
 @njit(nogil=True, cache=True)

@@ -9,10 +9,10 @@ rows these are, and builds the arrays that are read here.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from .bits import GROUP, ONE, ZERO, bits_of, low_bits, lowest_bit, popcount
 from .groups import decode_group
+from .jit import njit
 from .memory import copy_between, load_32, load_64, load_signed, or_chunk
 
 # Numbers that describe a field, int64 each, by their place: see constants.Field.

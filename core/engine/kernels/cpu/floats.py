@@ -7,7 +7,8 @@ on it has to clear ``__pycache__``, or tile_streams.py goes on with the old code
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from .jit import njit
 
 #: Kinds of dtypes.
 BFLOAT16, FLOAT16, FLOAT32 = range(3)

@@ -16,7 +16,6 @@ What `find_rows` lets pass lies inside its array, whatever ids, tables and maps 
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ..format import (
     MAX_CACHED_ROW_WORDS,
@@ -28,6 +27,7 @@ from ..format import (
 )
 from .bits import GROUP, width_of
 from .fields import NUMBERS, SPARE_BYTES, decode_field_row
+from .jit import njit
 from .maps import AHEAD
 from .memory import address_of, copy_bytes, prefetch, prefetch_bytes
 from .rows import decode_row, needed_words, row_place

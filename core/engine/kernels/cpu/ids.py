@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numba import njit
+from .jit import njit
 
 
 @njit(nogil=True, cache=True)

@@ -9,7 +9,6 @@ hold.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ..format import (
     MAX_CACHED_ROW_WORDS,
@@ -20,6 +19,7 @@ from ..format import (
     SLAB_SHIFT,
 )
 from .bits import ONE, ZERO
+from .jit import njit
 from .lookups import (
     BASES,
     DAMAGED,

@@ -13,7 +13,6 @@ OVER_READ_BYTES behind a row.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from .bits import GROUP, ONE, TWO, ZERO, bits_of, low_bits, lowest_bit, popcount, spread_bits
 from .bytefields import available
@@ -53,6 +52,7 @@ from .item_places import (
     find_items,
     item_at,
 )
+from .jit import njit
 from .lookups import (
     CHUNKS,
     CLUSTER_VALUES_BYTES,

@@ -12,12 +12,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import carray, cfunc, njit, types
+from numba import carray, cfunc, types
 from numba.extending import intrinsic, overload
 
 from .bytefields import VALUES_BYTES, decode_byte_row
 from .fields import NUMBERS, SPARE_BYTES, decode_field_row
 from .groups import words_before_8, words_before_16
+from .jit import njit
 from .memory import (
     add_zero_1,
     add_zero_16,

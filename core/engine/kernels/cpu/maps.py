@@ -8,9 +8,9 @@ bucket with an empty entry shows that it is not there. Ids are never removed.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ..format import BUCKET_ENTRIES, LINE_BYTES, NO_ID, NOT_CACHED
+from .jit import njit
 from .memory import prefetch
 
 AHEAD = 16  # ids whose buckets are asked for before their turn

@@ -9,9 +9,11 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit, types
+from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from .jit import njit
 
 _BYTE = ir.IntType(8)
 _INT = ir.IntType(32)

@@ -8,9 +8,9 @@ instructions.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from .bits import popcount
+from .jit import njit
 
 MIX = np.uint64(0x9E3779B97F4A7C15)
 

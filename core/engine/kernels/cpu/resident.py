@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, cfunc, njit, types
+from numba import carray, cfunc, types
 
+from .jit import njit
 from .lookups import (
     BAGS_SIZES,
     FLOAT_BYTES,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ..rewriting import FREE, LAUNCHES, REWRITTEN, USED, USED_BITS
 from .bits import GROUP
+from .jit import njit
 from .rows import (
     copy_raw_row,
     measure_row,

@@ -8,9 +8,9 @@ A unit begins a run when it differs from the one before, or its number is a mult
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ..kept_format import ROW_UNITS, RUN_UNITS
+from .jit import njit
 
 
 @njit(nogil=True, cache=True)

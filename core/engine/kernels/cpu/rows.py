@@ -15,7 +15,6 @@ the group's first chunk, `count` its chunks, `base` the place of its first chunk
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from .bits import (
     GROUP,
@@ -35,6 +34,7 @@ from .bits import (
     read_short,
     width_of,
 )
+from .jit import njit
 
 # Codes are read and written in halves of a group: 16 codes of 3 bits fit into 64 bits.
 HALF = GROUP // 2

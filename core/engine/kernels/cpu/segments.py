@@ -9,7 +9,8 @@ of many entries do not keep one thread busy while the others wait.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
+
+from .jit import njit
 
 _REORDERED = {"reassoc", "contract", "nsz"}
 

@@ -16,11 +16,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from numba import njit
 
 from ..format import RowLayout
 from .bits import GROUP, LOW_WORD, ONE, WORD, ZERO, lowest_bit, popcount
 from .constants import runs_of
+from .jit import njit
 from .memory import address_of, load_64, stack_memory
 from .short_groups import (
     CODES,

@@ -11,9 +11,9 @@ it back with its current key, so that using a row costs nothing in the heap.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ..format import NO_SLOT
+from .jit import njit
 from .memory import prefetch
 
 # How a lookup changes the key of a row.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ..format import NO_ROW, NO_SLOT
 from .bags import sound_offsets
+from .jit import njit
 from .slot_table import COUNT_UP, LAST_USE
 
 CLAIMED = NO_SLOT - 2

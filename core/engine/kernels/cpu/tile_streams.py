@@ -13,7 +13,6 @@ first token and position of a group and a block on.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ..tile_format import (
     LEVELS,
@@ -26,6 +25,7 @@ from ..tile_format import (
     Granularity,
 )
 from .floats import FLOAT32, brain_bits, float_of_brain, load_values, round_values
+from .jit import njit
 
 CHANNEL = int(Granularity.CHANNEL)
 TOKEN_LEVEL = int(Granularity.TOKEN_LEVEL)

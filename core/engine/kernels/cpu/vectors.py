@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ..vector_format import MOST_CODE, NO_CODE
 from .floats import (
@@ -18,6 +17,7 @@ from .floats import (
     float_of_half,
     half_bits,
 )
+from .jit import njit
 
 INFINITY = np.float32(np.inf)
 HASH = np.uint64(0x9E3779B97F4A7C15)

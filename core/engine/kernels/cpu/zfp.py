@@ -9,11 +9,11 @@ The kind of the values is `fraction_bits`, `exponent_bits`, `int_bits` of an int
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ..kept_format import ROW_UNITS
 from ..zfp_format import BLOCK_VALUES, LEAST_EXPONENT, PLANE_BITS
 from .bits import leading_zeros, low_bits
+from .jit import njit
 
 ROW_BLOCKS = ROW_UNITS // BLOCK_VALUES
 ONE = np.uint64(1)

@@ -9,9 +9,9 @@ a block of ones that are not stored, or -2 for a block whose bitmap is damaged.
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from ..blob_format import ALIGN_BYTES, ZVC_ONES
+from .jit import njit
 from .zero_values import WORD, compress_word, count_ones, expand_word, word_of
 
 ONES, DAMAGED = -1, -2
