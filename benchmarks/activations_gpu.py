@@ -4,15 +4,17 @@ python benchmarks/activations.py --only gpu                                  # o
 python benchmarks/activations.py --only gpu --device cpu --shapes 64x2 --sequence 32 --batch 2
 
 Shapes are those of SSDTrain's figure 5.11: hidden 8,192 x 4, 12,288 x 3 and 16,384 x 2 layers,
-GPT-2, BERT and T5 (half of the layers decode), sequences of 1,024, bfloat16, random weights. Of a
-model one way after another trains: everything kept, each layer checkpointed, `save_on_cpu`, the
-planner at its limits, and the peers that can be imported (torchtune's and TRL's OffloadActivations,
-DeepSpeed's CheckpointHiddenStatesOffload, layers compiled with an activation_memory_budget).
+GPT-2, BERT and T5 (half of the layers decode), sequences of 1,024, bfloat16, random weights; Llama
+where --gpu-models names it. Of a model one way after another trains: everything kept, each layer
+checkpointed, `save_on_cpu`, the planner at its limits, and the peers that can be imported
+(torchtune's and TRL's OffloadActivations, DeepSpeed's CheckpointHiddenStatesOffload, layers that
+are compiled with an activation_memory_budget).
 
 The peak of activations is what the device held at most in a step beyond weights and gradients.
 "planned 55%" has a limit at 55 % of what keeping takes, "planned 3%" the least memory found for 3 %
-of a step. The fastest step counts; each step has fresh ids. Gradients are those of the first
-layer's parameters for the same ids and dropout, beside those of keeping.
+of a step; with --at-peaks the planner is also given the peak of every peer. The fastest step
+counts; each step has fresh ids. Gradients are those of the first layer's parameters for the same
+ids and dropout, beside those of keeping.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ import bitslab
 from bitslab.engine.memory import host_arena
 
 SHAPES = ("8192x4", "12288x3", "16384x2")
-MODELS = ("gpt2", "bert", "t5")
+MODELS = ("gpt2", "bert", "t5", "llama")
 #: Ways of the table; those behind "planned" are peers.
 WAYS = (
     "keep", "checkpoint", "save_on_cpu", "planned 55%", "planned 3%", "torchtune", "trl",
@@ -51,6 +53,8 @@ WAYS = (
 #: Steps before those that are timed: of the planner until two planned steps were compared.
 WARM_STEPS = {"planned": 14, "compile": 3}
 LIMIT_SHARE, SLOWDOWN = 0.55, 0.03
+#: Before the name of a peer: planned with its peak as the limit.
+AT_PEAK = "planned at the peak of "
 #: Share of a compiled layer's activations that may be kept.
 COMPILE_BUDGET = 0.5
 SEED = 7
@@ -130,9 +134,9 @@ def entered(job: Job, way: str, limit_bytes: int) -> Iterator[tuple[Contexts, An
     job : Job
         The model.
     way : str
-        One of `WAYS`.
+        One of `WAYS`, or `AT_PEAK` and one of them.
     limit_bytes : int
-        Of "planned 55%".
+        Of "planned 55%" and `AT_PEAK`.
     """
     context: Contexts = nullcontext
     offload: bitslab.ActivationOffload | None = None
@@ -141,7 +145,7 @@ def entered(job: Job, way: str, limit_bytes: int) -> Iterator[tuple[Contexts, An
     if way == "save_on_cpu":
         pinned = job.device.type == "cuda"
         context = lambda: torch.autograd.graph.save_on_cpu(pin_memory=pinned)  # noqa: E731
-    elif way == "planned 55%":
+    elif way == "planned 55%" or way.startswith(AT_PEAK):
         offload = attach(job, memory=limit_bytes)
     elif way == "planned 3%":
         offload = attach(job, slowdown=SLOWDOWN)
@@ -218,18 +222,18 @@ def base_of(job: Job) -> int:
 
 
 def way_row(
-    job: ShapeJob, way: str, arguments: argparse.Namespace, kept_bytes: int
+    job: ShapeJob, way: str, arguments: argparse.Namespace, limit_bytes: int
 ) -> tuple[dict[str, Any], int, list[torch.Tensor]]:
     """Return a row, the peak of activations in bytes, and the gradients to compare.
 
-    `kept_bytes` is that peak with everything kept.
+    `limit_bytes` is what a planned way may take of such a peak.
     """
     if all(p.grad is None for p in job.model.parameters()):
         job.step()  # the first way would count gradients among its activations
     base = base_of(job)
     if job.device.type == "cpu":  # the planner counts saved tensors there, the profiler all
-        kept_bytes = kept_bytes * 3 // 4
-    with entered(job, way, base + int(LIMIT_SHARE * kept_bytes)) as (context, offload):
+        limit_bytes = limit_bytes * 3 // 4
+    with entered(job, way, base + limit_bytes) as (context, offload):
         warm = next((n for name, n in WARM_STEPS.items() if way.startswith(name)), 2)
         for _ in range(warm):
             job.step(context())
@@ -268,15 +272,31 @@ def difference(found: list[torch.Tensor], right: list[torch.Tensor]) -> str:
     return f"off by {off:.1e}"
 
 
+def ways_of(arguments: argparse.Namespace) -> Iterator[str]:
+    """Yield the ways of a table in their order."""
+    for way in arguments.gpu_ways:
+        yield way
+        if arguments.at_peaks and way != "keep" and not way.startswith("planned"):
+            yield AT_PEAK + way
+
+
 def shape_rows(name: str, arguments: argparse.Namespace, report: Report) -> Rows:
-    """Return the rows of a model of a shape."""
+    """Return the rows of a model of a shape, each reported when it is there."""
     job = ShapeJob(name, arguments.batch, arguments, shape_model)
     rows: Rows = []
-    keep: tuple[dict[str, Any], int, list[torch.Tensor]] | None = None
-    for way in arguments.gpu_ways:
+    made: dict[str, tuple[dict[str, Any], int, list[torch.Tensor]]] = {}
+    for way in ways_of(arguments):
+        peer = way.removeprefix(AT_PEAK)
+        limit_bytes = 1 << 50
+        if peer != way:
+            if peer not in made:
+                continue
+            limit_bytes = made[peer][1]
+        elif "keep" in made:
+            limit_bytes = int(LIMIT_SHARE * made["keep"][1])
         report(f"gpu: {name}, hidden {arguments.hidden} x {arguments.layers}: {way}")
         try:
-            made = way_row(job, way, arguments, 1 << 50 if keep is None else keep[1])
+            made[way] = way_row(job, way, arguments, limit_bytes)
         except ImportError as error:
             report(f"left out: {way} ({error})")
             continue
@@ -284,15 +304,20 @@ def shape_rows(name: str, arguments: argparse.Namespace, report: Report) -> Rows
             rows.append({"model": name, "way": way, "gradients": str(error).splitlines()[0][:80]})
             give_back(job.device)
             continue
-        if way == "keep":
-            keep = made
-        row = {"model": name, **made[0]}
-        if keep is not None:
-            kept = keep[0]
+        row = {"model": name, **made[way][0]}
+        if "keep" in made:
+            kept = made["keep"][0]
             row["times keep"] = row["step ms"] / kept["step ms"]
             row["lower"] = f"{1 - row['activations MB'] / kept['activations MB']:.0%}"
-            row["gradients"] = difference(made[2], keep[2])
+            row["gradients"] = difference(made[way][2], made["keep"][2])
+        if peer != way:
+            row["times the peer"] = row["step ms"] / made[peer][0]["step ms"]
         rows.append(row)
+        report(
+            ", ".join(
+                f"{k} {v:,.4g}" if isinstance(v, float) else f"{k} {v}" for k, v in row.items()
+            )
+        )
     job.close()
     return rows
 
@@ -321,6 +346,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=list(SHAPES),
         help="gpu: hidden x layers (default: %(default)s)",
     )
-    add("--gpu-models", nargs="+", choices=MODELS, default=list(MODELS), help="gpu: (default: all)")
+    add(
+        "--gpu-models",
+        nargs="+",
+        choices=MODELS,
+        default=list(MODELS[:3]),
+        help="gpu: (default: %(default)s)",
+    )
     add("--gpu-ways", nargs="+", choices=WAYS, default=list(WAYS), help="gpu: (default: all)")
+    add(
+        "--at-peaks",
+        action="store_true",
+        help="gpu: also plan with the peak of every peer as the limit",
+    )
     add("--gpu-batch", type=int, help="gpu: sequences of a step (default: --batch)")

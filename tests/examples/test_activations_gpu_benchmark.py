@@ -46,6 +46,15 @@ def test_ways_of_a_shape(script: Any) -> None:
     assert not any("left out" in each for each in said)
 
 
+def test_the_planner_is_given_the_peaks_of_peers(script: Any) -> None:
+    said: list[str] = []
+    made = arguments_of("--gpu-models", "llama", "--gpu-ways", "keep", "checkpoint", "--at-peaks")
+    ((_, _, planned),) = script.gpu(made, said.append).values()
+    assert planned["way"] == "planned at the peak of checkpoint"
+    assert planned["gradients"] == "equal" and planned["times the peer"] > 0
+    assert [each for each in said if "times the peer" in each]
+
+
 def test_peers_that_are_not_installed_are_named(
     script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
