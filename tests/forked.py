@@ -26,11 +26,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+#: What most commands import, kernels for the CPU among it.
+IMPORTS = ("torch", "bitslab", "tests.loaded_kernels")
+
 
 def run_forked(
     arguments: Sequence[str | Path],
     *,
-    imports: Sequence[str] = ("torch", "bitslab"),
+    imports: Sequence[str] = IMPORTS,
     cwd: str | Path | None = None,
     input: str = "",
     env: Mapping[str, str] | None = None,
@@ -60,7 +63,7 @@ def run_forked(
 def run_forked_together(
     commands: Sequence[Sequence[str | Path]],
     *,
-    imports: Sequence[str] = ("torch", "bitslab"),
+    imports: Sequence[str] = IMPORTS,
     cwd: str | Path | None = None,
     input: str = "",
     env: Mapping[str, str] | None = None,

@@ -585,6 +585,8 @@ def test_missing_package_is_named(
         f"        if name.split('.')[0] == {hidden!r}:\n"
         "            raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
         "sys.meta_path.insert(0, Hide())\n"
+        f"for name in [name for name in sys.modules if name.split('.')[0] == {hidden!r}]:\n"
+        "    del sys.modules[name]\n"
         "from bitslab import cli\n"
         "sys.exit(cli.main(sys.argv[1:]))\n"
     )

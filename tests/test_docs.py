@@ -104,7 +104,7 @@ FRAMEWORKS = {
 }
 
 #: What most of them import: the compiler comes with every optimizer and framework.
-IMPORTED = ("torch", "torch._dynamo", "numba", "bitslab")
+IMPORTED = ("torch", "torch._dynamo", "bitslab", "tests.loaded_kernels")
 
 RUNNER = """
 import json, os, sys, traceback

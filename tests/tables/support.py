@@ -49,11 +49,12 @@ def buffer_of(t: torch.Tensor) -> HostBuffer:
 def inode_at(address: int) -> int:
     """Inode of the file mapped at an address of this process."""
     with open("/proc/self/maps") as maps:
-        for line in maps:
-            span, _, _, _, inode, *_ = line.split()
-            begin, end = (int(x, 16) for x in span.split("-"))
-            if begin <= address < end:
-                return int(inode)
+        for line in maps:  # thousands of them, by their addresses
+            begin, _, rest = line.partition("-")
+            if int(rest.partition(" ")[0], 16) > address:
+                if int(begin, 16) <= address:
+                    return int(line.split()[4])
+                break
     raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
