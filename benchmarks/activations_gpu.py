@@ -50,8 +50,8 @@ WAYS = (
     "keep", "checkpoint", "save_on_cpu", "planned 55%", "planned 3%", "torchtune", "trl",
     "deepspeed", "compile",
 )  # fmt: skip
-#: Steps before those that are timed: of the planner until two planned steps were compared.
-WARM_STEPS = {"planned": 14, "compile": 3}
+#: Steps before those that are timed: of the planner until its plans were compared.
+WARM_STEPS = {"planned": 20, "compile": 3}
 LIMIT_SHARE, SLOWDOWN = 0.55, 0.03
 #: Before the name of a peer: planned with its peak as the limit.
 AT_PEAK = "planned at the peak of "

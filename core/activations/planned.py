@@ -21,6 +21,8 @@ from torch import nn
 from ..engine.advisor import SwapLink
 from ..engine.advisor.planning import (
     COMPARED_STEPS,
+    MOST_CORRECTIONS,
+    MOST_FACTOR,
     PEAK_TOLERANCE,
     Candidate,
     Correction,
@@ -128,6 +130,7 @@ class PlannedPolicy:
         self._plain_s = 0.0
         #: Plans of the same profile that were compared, since it was made.
         self._followed: list[_Followed] = []
+        self._tried_without_moves = False
         self._withdrawn = False
         self._seen: dict[str, Site] = {}
         #: Sites that were not as planned, with how often.
@@ -316,6 +319,7 @@ class PlannedPolicy:
         self._recorded = recorded
         self._corrections = 0
         self._followed.clear()
+        self._tried_without_moves = False
         profile = recorded.profile.scaled(compute=self._plain_factor(recorded.profile))
         self._plain_s = profile.step_s
         self._plan(replace(profile, **self._allowed_tiers(profile)))
@@ -421,7 +425,7 @@ class PlannedPolicy:
         self._steps.clear()
         self._compared = found
         if found.outcome == "holds" and self.plan.memory_bytes is not None:
-            return self._follow_best(self.plan.memory_bytes)
+            return self._try_without_moves() or self._follow_best(self.plan.memory_bytes)
         if found.outcome == "withdrawn":
             self._withdrawn = True
             if self._modules is not None:
@@ -430,6 +434,21 @@ class PlannedPolicy:
             self._corrections += 1
             self._plan(found.corrected(self.profile))
         return found.outcome != "holds"
+
+    def _try_without_moves(self) -> bool:
+        """Follow a plan that recomputes where it can, once behind corrections; return whether.
+
+        What copies cost the work beside them is known of the steps that were compared alone: where
+        they were slower than predicted, one that moves little may be the fastest.
+        """
+        assert self.plan is not None and self.profile is not None
+        moves = self.plan.prediction.link_bytes or self.plan.prediction.written_bytes
+        if self._tried_without_moves or not self._corrections or not (moves and self._recompute):
+            return False
+        self._tried_without_moves = True
+        self._corrections = MOST_CORRECTIONS  # it is dear by intent
+        self._plan(self.profile.scaled(link=MOST_FACTOR, disk=MOST_FACTOR))
+        return True
 
     def _follow_best(self, memory_bytes: int) -> bool:
         """Go back to the best one of the plans that were compared; return whether it is another.

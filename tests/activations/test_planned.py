@@ -486,6 +486,31 @@ def test_the_best_plan_that_was_followed_goes_on(
     assert offload.plan is followed[0]
 
 
+@pytest.mark.parametrize("fastest", ["moves", "moves less"])
+def test_behind_corrections_a_plan_that_moves_little_is_tried(
+    monkeypatch: pytest.MonkeyPatch, fastest: str
+) -> None:
+    followed: list[Plan] = []
+
+    def compare(plan: Plan, found: list[MeasuredStep], **options: Any) -> Correction:
+        followed.append(plan)
+        outcome = "holds" if options["corrections"] else "corrected"
+        return Correction(outcome, f"Said: {outcome}.", link=1.01)  # type: ignore[arg-type]
+
+    def step(_: Any) -> MeasuredStep:
+        tried = len(followed) == 2
+        return MeasuredStep(2.0 if tried == (fastest == "moves less") else 3.0, LIMIT)
+
+    monkeypatch.setattr(planned_module, "compare", compare)
+    monkeypatch.setattr(MeasuredPass, "step", step)
+    offload = check(blocks, n=20, memory=LIMIT)
+    first, second, tried, *again = followed
+    moved = [plan.prediction.link_bytes for plan in (first, second, tried)]
+    assert moved[2] < min(moved[:2]) / 2
+    assert offload.plan in ([tried] if fastest == "moves less" else [first, second])
+    assert all(plan in (first, second) for plan in again)  # the best one is compared again
+
+
 def test_the_plan_is_written_read_and_shown(tmp_path: Any, holds: None) -> None:
     offload = bitslab.ActivationOffload(memory=LIMIT)
     assert offload.plan is None

@@ -2,7 +2,15 @@
 
 from .adaptive import AdaptiveOffload, OffloadUnit, adaptive_offload, offload_units
 from .candidates import ACTIONS, CHECKPOINT, KEEP, REPLAY, Candidate, Costs, candidates_of
-from .correction import COMPARED_STEPS, PEAK_TOLERANCE, Correction, MeasuredStep, compare
+from .correction import (
+    COMPARED_STEPS,
+    MOST_CORRECTIONS,
+    MOST_FACTOR,
+    PEAK_TOLERANCE,
+    Correction,
+    MeasuredStep,
+    compare,
+)
 from .plan import PLAN_VERSION, Plan, SitePlan
 from .planner import SLOWDOWN, MemoryLimitError, make_plan
 from .prediction import StepPrediction
@@ -16,6 +24,8 @@ __all__ = [
     "ACTIONS",
     "CHECKPOINT",
     "COMPARED_STEPS",
+    "MOST_CORRECTIONS",
+    "MOST_FACTOR",
     "KEEP",
     "PEAK_TOLERANCE",
     "PLAN_VERSION",
