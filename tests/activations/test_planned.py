@@ -471,8 +471,8 @@ def test_the_best_plan_that_was_followed_goes_on(
 ) -> None:
     """The first one takes 2 s a step and the second one 3, whether that keeps the limit or not."""
     followed: list[Plan] = []
-    took = iter([2.0, 2.0, 3.0, 3.0] + [2.0] * 20)
-    peaks = iter([LIMIT, LIMIT, LIMIT * second_peak, LIMIT * second_peak] + [LIMIT] * 20)
+    took = iter([2.0, 2.0, 3.0, 3.0] + [2.0] * 30)
+    peaks = iter([LIMIT, LIMIT, LIMIT * second_peak, LIMIT * second_peak] + [LIMIT] * 30)
 
     def compare(plan: Plan, found: list[MeasuredStep], **_: Any) -> Correction:
         followed.append(plan)
@@ -481,7 +481,7 @@ def test_the_best_plan_that_was_followed_goes_on(
 
     monkeypatch.setattr(planned_module, "compare", compare)
     monkeypatch.setattr(MeasuredPass, "step", lambda _: MeasuredStep(next(took), next(peaks)))
-    offload = check(blocks, n=14, memory=LIMIT)
+    offload = check(blocks, n=20, memory=LIMIT)
     assert followed[0] is not followed[1]
     assert offload.plan is followed[0]
 
