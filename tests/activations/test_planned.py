@@ -506,7 +506,7 @@ def test_behind_corrections_a_plan_that_moves_little_is_tried(
     offload = check(blocks, n=20, memory=LIMIT)
     first, second, tried, *again = followed
     moved = [plan.prediction.link_bytes for plan in (first, second, tried)]
-    assert moved[2] < min(moved[:2]) / 2
+    assert moved[2] <= min(moved[:2])
     assert offload.plan in ([tried] if fastest == "moves less" else [first, second])
     assert all(plan in (first, second) for plan in again)  # the best one is compared again
 
