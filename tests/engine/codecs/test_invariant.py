@@ -12,7 +12,7 @@ import torch
 
 import bitslab
 from bitslab import InvariantCodec
-from bitslab.engine.codecs.invariant import Profile
+from bitslab.engine.codecs.invariant import Profile, planner
 from bitslab.engine.codecs.invariant.planner import SAMPLE_BYTES
 from bitslab.engine.kernels.cuda.source import Variant
 from bitslab.engine.kernels.format import RowFormat
@@ -470,6 +470,36 @@ def test_many_short_rows_are_planned(n: int, row_bytes: int, whole: bool) -> Non
     few = rows[:500]
     assert same_bits(codec.decode(codec.encode(few)), few)
     assert codec.packed_bytes(rows).sum() <= rows.nbytes
+
+
+@pytest.mark.parametrize("n", [4096, 20_000], ids=["all-rows", "a-sample-of-them"])
+def test_positional_masks_have_exceptions_where_these_save_enough(n: int) -> None:
+    # Scaled normal numbers: 4 bits are the same in almost all rows; masks of 6 have exceptions in
+    # each, and save next to nothing more. Unscaled ones have none of these 4, and gain 1.4 %.
+    rows = torch.randn(n, 256)
+    scaled = rows * 0.02
+    options = {**PUBLISHED, "chunk_bytes": 4}
+    chosen = InvariantCodec.fit(scaled, **options)
+    assert [int(mask).bit_count() for mask in chosen.profile.masks[0]] == [4] * 256
+    sizes = [
+        stored_bytes(InvariantCodec.fit(scaled, threshold=threshold, **options), scaled)
+        for threshold in (0.6, 0.65, 0.7, 0.9)
+    ]
+    assert min(sizes) < stored_bytes(chosen, scaled) <= 1.003 * min(sizes)
+    other = InvariantCodec.fit(rows, **options)
+    assert all(int(mask).bit_count() == 6 for mask in other.profile.masks[0])
+
+
+def test_exceptions_of_uniform_masks_cost_their_bytes_alone(monkeypatch) -> None:
+    sample = planner.draw_sample(torch.randn(600, 64).view(torch.uint8), 0)
+    search = planner.Search(sample, planner.Options(), len(sample))
+    rules = list(planner.candidates(sample.row_bytes, torch.float32, planner.Options()))
+    costs = search.probe(rules).costs
+    monkeypatch.setattr(planner, "EXCEPTIONS_SAVE", 0.0)
+    dearer = costs / search.probe(rules).costs
+    uniform = np.array([rule.uniform for rule in rules])
+    assert (dearer[uniform] == 1).all()
+    assert dearer[~uniform].max() == pytest.approx(1.005) and dearer[~uniform].min() < 1.0001
 
 
 def test_profile_is_weighed_against_the_rows_to_come() -> None:

@@ -64,6 +64,9 @@ def test_masks_values_and_sizes_are_those_of_their_definition(kind, n, row_bytes
             where = (tested.shape[1], 1)
             all_masks = np.tile(expected, where[0]) if rule.uniform else expected
             all_values = np.tile(top, where) if rule.uniform else top
+            coded = ((tested & all_masks)[:, :, None] == all_values[None]).any(2)
+            assert int(totals[c, k - 1, 2]) == (~coded).any(1).sum(), rule
+            assert totals[c, k - 1, 2] == bits[c, k - 1, 2]
             for grouped in (False, True):
                 words = model.row_words(tested, all_masks, all_values, k, grouped)
                 raw = -(-row_bytes // 4)

@@ -97,11 +97,12 @@ def frequent_values(columns, masks, keys, counts, places, multiplier, shift, val
 
 @njit(nogil=True, cache=True)
 def sizes_by_option(columns, masks, values, uniform, unit_bits, room, totals):
-    """Add up packed sizes for code_bits 1 to 3, not grouped and grouped, to ``totals[3, 2]``.
+    """Add up packed sizes and rows with exceptions for code_bits 1 to 3, to ``totals[3, 3]``.
 
     ``values`` ``[7, positions]`` are ordered by frequency, so the options differ only in how many
-    of them have a code. A row that would not shrink counts as it is. Sizes are in units of
-    ``unit_bits``, to which each part of a row is rounded up. ``room`` int32 ``[5, n]`` is written.
+    of them have a code. The sizes are those not grouped, and grouped; a row that would not shrink
+    counts as it is. They are in units of ``unit_bits``, to which each part of a row is rounded up.
+    ``room`` int32 ``[5, n]`` is written.
     """
     chunks, n = columns.shape
     groups = (chunks + 31) >> 5
@@ -141,6 +142,7 @@ def sizes_by_option(columns, masks, values, uniform, unit_bits, room, totals):
             size = payload + (miss + unit_bits - 1) // unit_bits
             totals[k - 1, 0] += min(size + groups * k * code_units, raw)
             totals[k - 1, 1] += min(size + group_bits + stored[r] * k * code_units, raw)
+            totals[k - 1, 2] += miss != 0
 
 
 @njit(nogil=True, cache=True)

@@ -141,10 +141,10 @@ def sizes_by_option(
     Returns
     -------
     torch.Tensor
-        int64 ``[n, 3, 2]``, by code_bits - 1 and grouped: the units of all rows. A row that would
-        not shrink counts as it is.
+        int64 ``[n, 3, 3]``, by code_bits - 1: the units of all rows, not grouped and grouped, where
+        a row that would not shrink counts as it is, and the rows that have exceptions.
     """
-    totals = np.zeros((len(candidates), 3, 2), np.int64)
+    totals = np.zeros((len(candidates), 3, 3), np.int64)
     all_masks, all_values = masks.numpy().view(np.uint64), values.numpy().view(np.uint64)
     room = np.empty((5, rows.shape[0]), np.int32)
     turned: dict[int, Array] = {}

@@ -191,8 +191,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// totals: for each candidate six sums over all rows, code_bits 1 to 3, each not grouped and grouped, in
-// units of 1 << unit_shift bits.
+// totals: for each candidate nine sums over all rows, of code_bits 1 to 3 each: the sizes not grouped and
+// grouped, in units of 1 << unit_shift bits, and the rows with exceptions.
 extern "C" __global__ void __launch_bounds__(THREADS)
     sizes_by_option(const void* __restrict__ rows, i64 n_rows, int row_bytes, const i64* __restrict__ numbers,
                     const u64* __restrict__ masks, const u64* __restrict__ values, i64 entries, int unit_shift,
@@ -203,7 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const i64 first = c[FIRST], stride = (i64)gridDim.x * (THREADS / 32);
   const int rest = (1 << unit_shift) - 1, row_bits = 8 * row_bytes;
   const i64 raw = (row_bits + rest) >> unit_shift;
-  u64 sums[6] = {0, 0, 0, 0, 0, 0};
+  u64 sums[9] = {0, 0, 0, 0, 0, 0, 0, 0, 0};
   for (i64 r = (i64)blockIdx.x * (THREADS / 32) + (threadIdx.x >> 5); r < n_rows; r += stride) {
     int masked = 0, stored = 0;
     int miss[3] = {0, 0, 0};  // masked bits of chunks without a code
@@ -230,15 +230,17 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const i64 payload = (row_bits - masked + rest) >> unit_shift;
 #pragma unroll
     for (int k = 1; k <= 3; ++k) {
-      const i64 size = payload + ((__reduce_add_sync(FULL, miss[k - 1]) + rest) >> unit_shift);
+      const int missed = __reduce_add_sync(FULL, miss[k - 1]);
+      const i64 size = payload + ((missed + rest) >> unit_shift);
       const i64 code = (i64)k * (32 >> unit_shift), plain = size + groups * code;
       const i64 grouped = size + ((groups + rest) >> unit_shift) + stored * code;
-      sums[2 * k - 2] += (u64)(plain < raw ? plain : raw);
-      sums[2 * k - 1] += (u64)(grouped < raw ? grouped : raw);
+      sums[3 * k - 3] += (u64)(plain < raw ? plain : raw);
+      sums[3 * k - 2] += (u64)(grouped < raw ? grouped : raw);
+      sums[3 * k - 1] += missed != 0;
     }
   }
   if (lane) return;
 #pragma unroll
-  for (int j = 0; j < 6; ++j)
-    if (sums[j]) atomicAdd(totals + (i64)blockIdx.y * 6 + j, sums[j]);
+  for (int j = 0; j < 9; ++j)
+    if (sums[j]) atomicAdd(totals + (i64)blockIdx.y * 9 + j, sums[j]);
 }

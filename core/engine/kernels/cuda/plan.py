@@ -95,7 +95,7 @@ class TopValues(Parameters):
 
 @dataclass(init=False)
 class SizesByOption(Parameters):
-    """Parameters of `sizes_by_option`; int64 `totals` ``[n, 3, 2]``."""
+    """Parameters of `sizes_by_option`; int64 `totals` ``[n, 3, 3]``."""
 
     kernel = "sizes_by_option"
 
@@ -248,7 +248,7 @@ class PlanKernels:
         """Return what rows take packed; see `kernels.cpu.sizes_by_option`."""
         rows = aligned_to(rows, 8)
         numbers = constant_on(rows.device, candidates.numbers)
-        totals = torch.zeros((len(candidates), 3, 2), dtype=torch.int64, device=rows.device)
+        totals = torch.zeros((len(candidates), 3, 3), dtype=torch.int64, device=rows.device)
         # A few waves of blocks for all candidates; each row is a warp's work.
         blocks = min(
             ceil_div(rows.shape[0], THREADS // 32),
