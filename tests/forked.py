@@ -119,8 +119,11 @@ def _parent_of(imports: tuple[str, ...]) -> subprocess.Popen[str]:
 
 def _next_request(imports: Sequence[str]) -> dict[str, Any] | None:
     """Import, then return a request in each fork that is to do it, and None in the end."""
+    # Where tests are, for what they alone import; children have it where they ask for it.
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     for name in imports:
         __import__(name)
+    del sys.path[0]
     gc.collect()
     gc.freeze()
     for line in sys.stdin:

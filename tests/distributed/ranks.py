@@ -43,7 +43,7 @@ def run_ranks(check: str, ranks: int, folder: Path, *, timeout_s: int = 30) -> l
             ["-c", code, ROOT, check, str(rank), str(ranks), folder, str(timeout_s)]
             for rank in range(ranks)
         ],
-        imports=("torch", "bitslab", "numba", "torch.distributed"),
+        imports=("torch", "bitslab", "numba", "torch.distributed", "tests.distributed.warm"),
     )
     found = []
     for result in done:
@@ -328,7 +328,8 @@ def dead_in_payload(rank: int, ranks: int) -> dict[str, Any] | None:
             return of_torch(output, given, *args, **options)
 
         setattr(dist, "all_to_all_single", last)  # noqa: B010 - mypy
-    return after_a_death(CompressedAllToAll(), t)
+    # What is under way when a rank ends lasts to the timeout.
+    return after_a_death(CompressedAllToAll(dist.new_group(timeout=timedelta(seconds=3))), t)
 
 
 def dead_in_backward(rank: int, ranks: int) -> dict[str, Any] | None:

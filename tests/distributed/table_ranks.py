@@ -32,6 +32,8 @@ from bitslab.engine.kernels.vector_chunks import VectorOptions
 from bitslab.engine.kernels.vector_format import raw_body_bytes
 from tests.distributed.ranks import error_of, splits
 
+#: Backward passes whose gradients are rounded.
+CALLS = 20
 TABLES = [Table("users", 8), Table("items", 3), Table("days", 2, torch.int64)]
 
 
@@ -185,7 +187,7 @@ def rounded_gradients(rank: int, ranks: int) -> dict[str, Any]:
         )
 
     exchange = make()
-    found = [back(exchange) for _ in range(40)]
+    found = [back(exchange) for _ in range(CALLS)]
     errors = torch.stack(found).double() - exact.double()
     mean = errors.mean(0)
     others = torch.ones(len(exact), dtype=torch.bool)
@@ -194,7 +196,7 @@ def rounded_gradients(rank: int, ranks: int) -> dict[str, Any]:
     resumed.load_state_dict(exchange.state_dict() | {"backward_calls": 3})
     kept = make(error_feedback=4 * rows)
     ids = torch.arange(rows * ranks)
-    with_feedback = [back(kept, ids) for _ in range(40)]
+    with_feedback = [back(kept, ids) for _ in range(CALLS)]
     drift = (torch.stack(with_feedback).double() - exact.double()).sum(0)
     restored = make(error_feedback=4 * rows)
     restored.load_state_dict(kept.state_dict())
@@ -202,7 +204,7 @@ def rounded_gradients(rank: int, ranks: int) -> dict[str, Any]:
         "within two bounds": bool(errors.abs().max() <= 2 * bound),
         "rounded": bool((errors[:, others] != 0).any()),
         "own rows": bool((errors[:, own] == 0).all()),
-        "unbiased": bool(mean.abs().max() < 5 * bound / 40**0.5),
+        "unbiased": bool(mean.abs().max() < 5 * bound / CALLS**0.5),
         "mean of all": float(mean[others].mean().abs()) < 0.005,
         "differs by call": not torch.equal(found[0], found[1]),
         "same bits again": torch.equal(back(resumed), found[3]),

@@ -20,13 +20,15 @@ from .conftest import ROOT
 
 SMALL = "--scale 1e-4 --lines 450 --batch-size 64 --embedding-dim 8 --bottom 8 --top 8".split()
 STEPS = 6
+#: What ranks are forks of has imported, once for all tests of this file.
+IMPORTS = ("torch", "torch._dynamo", "bitslab", "sklearn.metrics", "tests.distributed.warm")
 SCRIPT = ROOT / "examples" / "train_dlrm_distributed.py"
 
 
-def trained(folder: Path, *options: str, ranks: int = 2, torchrec: bool = False) -> dict[str, Any]:
+def trained(folder: Path, *options: str, ranks: int = 2) -> dict[str, Any]:
     """Run the script on some ranks, as torchrun does; return what it wrote, and checked output."""
     json_file = folder / "it.json"
-    imports = ["torch", "bitslab", "numba", *(["torchrec"] if torchrec else [])]
+    imports = [*IMPORTS, *([] if missing_torchrec() else ["torchrec"])]
     store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     code = (
         "import os, runpy, sys\n"
@@ -68,7 +70,7 @@ def test_all_ways_train_on_two_ranks(tmp_path: Path, torchrec: bool) -> None:
     options = ["--exchange", "raw", "lossless", "adaptive", "fp16", "--plot", str(picture)]
     # TorchRec's bytes are for rows of 32.
     options += ["--torchrec"] if torchrec else ["--exchange", *options[1:5], "int8"]
-    report = trained(tmp_path, *options, torchrec=torchrec)
+    report = trained(tmp_path, *options)
     assert report["ranks"] == 2 and report["lossless_is_raw"] is True
     assert "equal to the last bit" in report["output"] and picture.stat().st_size > 10_000
     runs = {run["way"]: run for run in report["runs"]}
