@@ -38,7 +38,7 @@ step ranks send looked-up rows to each other, and their gradients back:
 {chr(10).join(f"  {way:<9} {what}" for way, what in WAYS.items())}
 
 All ways start from the same weights and see the same batches. Losses of raw and lossless must be
-equal to the last bit. It runs on CPUs, by gloo.
+equal to the last bit. It runs on CPUs, by gloo, or with --device cuda on a GPU for each rank.
 """
 
 EPILOG = """\
@@ -78,6 +78,19 @@ def make_parser() -> argparse.ArgumentParser:
         action="store_true",
         help="gradients of copies of a row go back as their sum: fewer bytes, another order of "
         "additions",
+    )
+    add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: a GPU for each rank, and NCCL (default: %(default)s)",
+    )
+    add(
+        "--codec",
+        choices=("auto", "compressed"),
+        default="compressed",
+        help="of lossless and adaptive; auto: torch's own all-to-all where that is faster, as "
+        "measured (default: %(default)s)",
     )
     add(
         "--bound",
@@ -141,6 +154,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"argument --embedding-dim: {options.embedding_dim}; TorchRec's int8 takes multiples "
             "of 32"
         )
+    if options.device == "cuda" and torch.cuda.device_count() < ranks.local_size():
+        parser.error(
+            f"argument --device: cuda; {torch.cuda.device_count()} GPUs for {ranks.local_size()} "
+            "ranks"
+        )
+    if options.device == "cuda" and options.torchrec:
+        parser.error("argument --torchrec: its tables are on the CPU here; leave out --device cuda")
     if options.batch_size < ranks.wanted_size():
         parser.error(
             f"argument --batch-size: {options.batch_size}, fewer than {ranks.wanted_size()} ranks"
@@ -151,9 +171,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger("torchrec").setLevel(logging.ERROR)
     if ranks.wanted_size() == 1:
         store = getattr(dist, "HashStore")()  # noqa: B009 - torch's types do not have it
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
-        with ranks.started(torch.device("cpu")) as together:
+        device = torch.device("cpu")
+        if options.device == "cuda":
+            device = torch.device("cuda", ranks.local_rank())
+        with ranks.started(device) as together:
             return run(options, together)
     except ClicksError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -201,7 +225,17 @@ def facts_of(
 ) -> dict[str, Any]:
     """Return the values common to all ways."""
     names = [
-        *("torchrec", "row_ids", "bound", "decay_steps", "embedding_dim", "lr", "epochs"),
+        *(
+            "torchrec",
+            "device",
+            "codec",
+            "row_ids",
+            "bound",
+            "decay_steps",
+            "embedding_dim",
+            "lr",
+            "epochs",
+        ),
         *("batch_size", "test_share", "bottom", "top", "scale", "zipf", "seed"),
     ]
     return {
