@@ -348,7 +348,8 @@ def main() -> None:
     options = parser.parse_args()
     link = os.environ.get("BITSLAB_LINK_NAME", "gloo")
     lines = []
-    device, rates = torch.device("cpu"), (SLOW_GB_PER_S, None)
+    device = torch.device("cpu")
+    rates: tuple[float | None, ...] = (SLOW_GB_PER_S, None)
     if link in NCCL_LINKS:
         device, rates = torch.device("cuda", int(os.environ["LOCAL_RANK"])), (None,)
         torch.cuda.set_device(device)

@@ -6,7 +6,7 @@ import argparse
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,16 @@ from dlrm.sharded_report import draw, lossless_is_raw, print_runs, print_tables,
 from dlrm.tables import initial_weights
 from dlrm.torchrec_tables import missing_torchrec
 
-from bitslab.distributed import AdaptiveBound, stepwise
+from bitslab.distributed import AdaptiveBound, constant, drop, linear, logarithmic, stepwise
+
+#: What `--decay` accepts: of so many steps, how a bound falls.
+DECAYS: dict[str, Callable[[int], Callable[[int], float]]] = {
+    "stepwise": stepwise,
+    "linear": linear,
+    "logarithmic": logarithmic,
+    "drop": drop,
+    "constant": lambda steps: constant(),
+}
 
 DESCRIPTION = f"""\
 {__doc__}
@@ -99,6 +108,12 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="SHARE",
         help="of adaptive, for tables between the classes, as a share of the range of the rows "
         "(default: %(default)g)",
+    )
+    add(
+        "--decay",
+        choices=tuple(DECAYS),
+        default="stepwise",
+        help="of adaptive: how bounds fall from twice themselves (default: %(default)s)",
     )
     add(
         "--decay-steps",
@@ -211,7 +226,8 @@ def train(
     weights = initial_weights(options.embedding_dim, torch.float32, options.seed)
     bound = None
     if way == "adaptive":
-        bound = AdaptiveBound(options.bound, schedule=stepwise(options.decay_steps))
+        schedule = DECAYS[options.decay](options.decay_steps)
+        bound = AdaptiveBound(options.bound, schedule=schedule)
     kind = TorchrecShardedTables if options.torchrec else ShardedTables
     with steps.step(f"{way}: making tables"):
         tables = kind(clicks.table_rows, weights, options, together, way, bound)
@@ -225,18 +241,9 @@ def facts_of(
 ) -> dict[str, Any]:
     """Return the values common to all ways."""
     names = [
-        *(
-            "torchrec",
-            "device",
-            "codec",
-            "row_ids",
-            "bound",
-            "decay_steps",
-            "embedding_dim",
-            "lr",
-            "epochs",
-        ),
-        *("batch_size", "test_share", "bottom", "top", "scale", "zipf", "seed"),
+        *("torchrec", "device", "codec", "row_ids", "bound", "decay", "decay_steps"),
+        *("embedding_dim", "lr", "epochs", "batch_size", "test_share", "bottom", "top"),
+        *("scale", "zipf", "seed"),
     ]
     return {
         "dataset": clicks.name,
