@@ -67,7 +67,7 @@ class Pipeline:
         self.outs = [torch.empty_like(t) for t in step.rows]
         shapes, dtype = [t.shape for t in step.rows], step.rows[0].dtype
         self.encoding = VectorPlan.encoding(shapes, dtype, step.options)
-        bounded = [each.bound > 0 for each in step.options]
+        bounded = [each.bounded for each in step.options]
         self.decoding = VectorPlan.decoding(shapes, dtype, bounded)
         offsets, sizes = self.encode()
         self.used = int(sizes.sum())

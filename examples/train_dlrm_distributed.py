@@ -6,7 +6,7 @@ import argparse
 import logging
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,7 +27,16 @@ from dlrm.sharded_report import draw, lossless_is_raw, print_runs, print_tables,
 from dlrm.tables import initial_weights
 from dlrm.torchrec_tables import missing_torchrec
 
-from bitslab.distributed import AdaptiveBound, stepwise
+from bitslab.distributed import AdaptiveBound, constant, drop, linear, logarithmic, stepwise
+
+#: What `--decay` accepts: of so many steps, how a bound falls.
+DECAYS: dict[str, Callable[[int], Callable[[int], float]]] = {
+    "stepwise": stepwise,
+    "linear": linear,
+    "logarithmic": logarithmic,
+    "drop": drop,
+    "constant": lambda steps: constant(),
+}
 
 DESCRIPTION = f"""\
 {__doc__}
@@ -38,7 +47,7 @@ step ranks send looked-up rows to each other, and their gradients back:
 {chr(10).join(f"  {way:<9} {what}" for way, what in WAYS.items())}
 
 All ways start from the same weights and see the same batches. Losses of raw and lossless must be
-equal to the last bit. It runs on CPUs, by gloo.
+equal to the last bit. It runs on CPUs, by gloo, or with --device cuda on a GPU for each rank.
 """
 
 EPILOG = """\
@@ -80,12 +89,31 @@ def make_parser() -> argparse.ArgumentParser:
         "additions",
     )
     add(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: a GPU for each rank, and NCCL (default: %(default)s)",
+    )
+    add(
+        "--codec",
+        choices=("auto", "compressed"),
+        default="compressed",
+        help="of lossless and adaptive; auto: torch's own all-to-all where that is faster, as "
+        "measured (default: %(default)s)",
+    )
+    add(
         "--bound",
         type=above_zero,
         default=0.03,
         metavar="SHARE",
         help="of adaptive, for tables between the classes, as a share of the range of the rows "
         "(default: %(default)g)",
+    )
+    add(
+        "--decay",
+        choices=tuple(DECAYS),
+        default="stepwise",
+        help="of adaptive: how bounds fall from twice themselves (default: %(default)s)",
     )
     add(
         "--decay-steps",
@@ -141,6 +169,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"argument --embedding-dim: {options.embedding_dim}; TorchRec's int8 takes multiples "
             "of 32"
         )
+    if options.device == "cuda" and torch.cuda.device_count() < ranks.local_size():
+        parser.error(
+            f"argument --device: cuda; {torch.cuda.device_count()} GPUs for {ranks.local_size()} "
+            "ranks"
+        )
+    if options.device == "cuda" and options.torchrec:
+        parser.error("argument --torchrec: its tables are on the CPU here; leave out --device cuda")
     if options.batch_size < ranks.wanted_size():
         parser.error(
             f"argument --batch-size: {options.batch_size}, fewer than {ranks.wanted_size()} ranks"
@@ -151,9 +186,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         logging.getLogger("torchrec").setLevel(logging.ERROR)
     if ranks.wanted_size() == 1:
         store = getattr(dist, "HashStore")()  # noqa: B009 - torch's types do not have it
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        backend = "cpu:gloo,cuda:nccl" if options.device == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=0, world_size=1)
     try:
-        with ranks.started(torch.device("cpu")) as together:
+        device = torch.device("cpu")
+        if options.device == "cuda":
+            device = torch.device("cuda", ranks.local_rank())
+        with ranks.started(device) as together:
             return run(options, together)
     except ClicksError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
@@ -187,7 +226,8 @@ def train(
     weights = initial_weights(options.embedding_dim, torch.float32, options.seed)
     bound = None
     if way == "adaptive":
-        bound = AdaptiveBound(options.bound, schedule=stepwise(options.decay_steps))
+        schedule = DECAYS[options.decay](options.decay_steps)
+        bound = AdaptiveBound(options.bound, schedule=schedule)
     kind = TorchrecShardedTables if options.torchrec else ShardedTables
     with steps.step(f"{way}: making tables"):
         tables = kind(clicks.table_rows, weights, options, together, way, bound)
@@ -201,8 +241,9 @@ def facts_of(
 ) -> dict[str, Any]:
     """Return the values common to all ways."""
     names = [
-        *("torchrec", "row_ids", "bound", "decay_steps", "embedding_dim", "lr", "epochs"),
-        *("batch_size", "test_share", "bottom", "top", "scale", "zipf", "seed"),
+        *("torchrec", "device", "codec", "row_ids", "bound", "decay", "decay_steps"),
+        *("embedding_dim", "lr", "epochs", "batch_size", "test_share", "bottom", "top"),
+        *("scale", "zipf", "seed"),
     ]
     return {
         "dataset": clicks.name,

@@ -1,8 +1,8 @@
 """Collectives whose messages are compressed, of every bit or within an error bound.
 
 `all_to_all_single` takes the place of torch's. `CompressedAllToAll` is the same with gradients, a
-bound that changes over the iterations, and sums of gradients by row. Both compress tensors on the
-CPU that cross by gloo; tensors on a GPU go to torch's own collective.
+bound that changes over the iterations, and sums of gradients by row. Tensors on the CPU cross by
+gloo, those on a GPU by NCCL.
 """
 
 from .autograd import CompressedAllToAll

@@ -16,6 +16,7 @@ from ..engine.codecs.base import check_indices_argument, check_integer
 from ..engine.kernels.vector_format import KINDS
 from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError
 from .bounds import ErrorBound, checked_bound
+from .buffers import MOST_BYTES
 from .caller import Caller, checked_codec
 from .collective import (
     check_dtype,
@@ -39,9 +40,9 @@ class CompressedAllToAll:
     """An all-to-all of rows that autograd knows: gradients go back compressed, too.
 
     Tensors on the CPU cross by gloo. Those on a GPU are coded there and cross by NCCL, on a stream
-    and a communicator of their own; a relative bound is then a share of the range of the rows for
-    each rank, gradients keep every bit, and neither `row_ids` nor pieces are used. Calls that
-    torch's own collective served are counted in `stats` as ``plain_calls``.
+    and a communicator of their own; a relative bound of rows is then a share of the range of those
+    for each rank, and calls with `row_ids` or `error_feedback` wait for the GPU. Calls that torch's
+    own collective served are counted in `stats` as ``plain_calls``.
 
     Parameters
     ----------
@@ -73,6 +74,8 @@ class CompressedAllToAll:
         crosses; with ``codec="auto"`` where that takes less time, as measured.
     seed : int
         Of what is drawn.
+    buffer_bytes : int
+        Of buffers for messages that are kept between calls at most.
     decide_every : int
         Calls from one decision of ``codec="auto"`` to the next; the first is the ninth one, or that
         behind so many. The same on all ranks.
@@ -108,6 +111,7 @@ class CompressedAllToAll:
         pieces: int = 1,
         seed: int = 0,
         decide_every: int = 64,
+        buffer_bytes: int = MOST_BYTES,
     ) -> None:
         self.group = group
         self.error_bound = either_bound(error_bound)
@@ -124,6 +128,7 @@ class CompressedAllToAll:
         check_integer("pieces", pieces, range(1, 1025))
         check_integer("seed", seed, range(1 << 63))
         check_integer("decide_every", decide_every, range(1, 1 << 31))
+        check_integer("buffer_bytes", buffer_bytes, range(1 << 63))
         if checked_codec(codec) == "raw" and (self.error_bound or self.backward_bound):
             raise ArgumentError(
                 "error_bound, backward: a bound with codec='raw', which loses nothing"
@@ -133,7 +138,14 @@ class CompressedAllToAll:
         self._states = states_of(tables, self.error_bound)
         self._feedback_rows, self._pieces, self._seed = error_feedback, pieces, seed
         self._feedback: dict[str, ErrorFeedback] = {}
-        self._caller = Caller(codec=codec, lasting=True, ways=2, pieces=pieces, every=decide_every)
+        self._caller = Caller(
+            codec=codec,
+            lasting=True,
+            ways=2,
+            pieces=pieces,
+            every=decide_every,
+            buffer_bytes=buffer_bytes,
+        )
         self._backward_calls = 0
         self._entered = threading.Lock()
 
@@ -155,13 +167,13 @@ class CompressedAllToAll:
         output_split_sizes, input_split_sizes : sequence of int, optional
             Rows of and for each rank; equal ones when left out.
         row_ids : torch.Tensor, optional
-            Integers ``[N]`` on the CPU: rows of one id are the same row of a table, looked up more
-            than once. Each crosses once for each rank, and the gradient that comes back for it is
-            the sum of those of its copies, given to the first one; the others get 0. What reaches
-            the row of the table is the same but for the order of additions. Rows that are only
-            equal, or made equal by a bound, are not summed. Not with pieces.
+            Integers ``[N]`` on the CPU or where the rows are: rows of one id are the same row of a
+            table, looked up more than once. Each crosses once for each rank, and the gradient that
+            comes back for it is the sum of those of its copies, given to the first one; the others
+            get 0. What reaches the row of the table is the same but for the order of additions.
+            Rows that are only equal, or made equal by a bound, are not summed. Not with pieces.
         received_ids : torch.Tensor, optional
-            Integers ``[M]`` on the CPU, for `error_feedback`: the ids of the rows that come.
+            Integers ``[M]``, for `error_feedback`: the ids of the rows that come.
 
         Returns
         -------
@@ -318,16 +330,12 @@ class CompressedAllToAll:
                 f"output_split_sizes: {received}, expected a size from 0 for each of {size} ranks"
             )
         row = row_of(t, None)
-        repeats = ids = None
         check_dtype(t.dtype, state.bound)
-        if t.device.type == "cpu":
-            if row_ids is not None and self._pieces > 1:
-                raise ArgumentError(f"row_ids: given with pieces={self._pieces}")
-            flat, given = cut_rows("input", t.detach(), row, given, group)
-            repeats = repeats_of("input", flat, given, row_ids)
-            ids = self._checked_ids(received_ids, sum(received))
-        else:
-            _, given = cut_rows("input", t.detach(), row, given, group)
+        if row_ids is not None and self._pieces > 1:
+            raise ArgumentError(f"row_ids: given with pieces={self._pieces}")
+        flat, given = cut_rows("input", t.detach(), row, given, group)
+        repeats = repeats_of("input", flat, given, row_ids, plain=self._caller.is_plain(FORWARD))
+        ids = self._checked_ids(received_ids, sum(received))
         return Part(state, tuple(t.shape[1:]), t.dtype, row, given, received, repeats, ids)
 
     def _checked_ids(self, received_ids: torch.Tensor | None, rows: int) -> Array | None:
@@ -360,7 +368,8 @@ class CompressedAllToAll:
             ``"tables"``: by name raw and moved bytes each way, how rows and gradients are written,
             class, homogenisation index and the bound of the next call; of one without a name when
             none were planned. ``"modes"``: each way ``"compressed"``, ``"pieces"`` or ``"plain"``.
-            ``"feedback_bytes"``: what error feedback keeps.
+            ``"feedback_bytes"``: what error feedback keeps; ``"buffer_bytes"``: buffers of
+            messages, those that are kept and those of calls under way.
         """
         forward, backward = self._caller.counters
         return {
@@ -369,6 +378,7 @@ class CompressedAllToAll:
             "tables": {name: s.stats(self.iteration) for name, s in self._states.items()},
             "modes": dict(zip(("forward", "backward"), self._caller.decision.modes, strict=True)),
             "feedback_bytes": sum(f.nbytes for f in self._feedback.values()),
+            "buffer_bytes": self._caller.buffers.nbytes,
         }
 
     def state_dict(self) -> dict[str, Any]:
@@ -459,20 +469,21 @@ class CompressedAllToAll:
         Parts are those that have gradients, the same ones on all ranks.
         """
         rows, kept = [], []
-        rank = dist.get_rank(group)
+        rank, copied = dist.get_rank(group), self._caller.copied_rank(group)
         for number, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
             sent, ids = sums_of(part, gradient)
             counts = [len(each) for each in sent]
             flat = torch.cat(sent)
             back = list(part.send_rows)
             for to, repeated in enumerate(part.repeats or []):
-                if repeated is not None and to != rank:
+                if repeated is not None:
                     back[to] = len(repeated.first)
-            bound = 0.0
-            lossy = self.backward_bound is not None and flat.dtype in KINDS
-            if lossy and self.backward_bound is not None and flat.device.type == "cpu":
-                bound = self.backward_bound.absolute(flat, self.iteration)
-                own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+            bound: float | torch.Tensor = 0.0
+            if self.backward_bound is not None and flat.dtype in KINDS:
+                bound = self.backward_bound.where_rows_are(flat, self.iteration)
+                own = slice(0)
+                if copied is not None:
+                    own = slice(sum(counts[:copied]), sum(counts[: copied + 1]))
                 flat = self._rounded(part, flat, ids, bound, number, rank, own)
             out = torch.empty((sum(back), part.row), dtype=flat.dtype, device=flat.device)
             rows.append(Rows(flat, out, counts, back, bound, name=part.state.name))
@@ -480,7 +491,7 @@ class CompressedAllToAll:
         self._backward_calls += 1
         self._exchange(group, rows, parts, BACKWARD)
         return [
-            spread_to_copies(part, each.received, back, rank)
+            spread_to_copies(part, each.received, back)
             for part, each, back in zip(parts, rows, kept, strict=True)
         ]
 
@@ -489,7 +500,7 @@ class CompressedAllToAll:
         part: Part,
         flat: torch.Tensor,
         ids: Array | None,
-        bound: float,
+        bound: float | torch.Tensor,
         number: int,
         rank: int,
         own: slice,
@@ -502,7 +513,7 @@ class CompressedAllToAll:
         if self._feedback_rows and ids is not None and len(ids):
             feedback = self._feedback_of(part.state.name, part.row)
             flat = feedback.add_to(flat, ids)
-        if not bound:
+        if not isinstance(bound, torch.Tensor) and not bound:
             return flat
         # One stream a rank, table and call.
         stream = (self._backward_calls << 32) ^ (number << 16) ^ rank
@@ -526,7 +537,7 @@ class CompressedAllToAll:
             self._caller.exchange(group, rows, choices, way)
             for part, each in zip(parts, rows, strict=True):
                 counters = part.state.forward if way == FORWARD else part.state.backward
-                raw = each.raw_bytes(dist.get_rank(group))
+                raw = each.raw_bytes(self._caller.copied_rank(group))
                 counters.raw_bytes += raw
                 counters.moved_bytes += each.moved_bytes
         finally:

@@ -139,6 +139,31 @@ class ErrorBound:
         least, largest = finite_range(t)
         return value * (largest - least) if largest > least else 0.0
 
+    def where_rows_are(self, t: torch.Tensor, iteration: int = 0) -> float | torch.Tensor:
+        """Return what `absolute` does of a tensor on any device, without waiting for it.
+
+        Returns
+        -------
+        float or torch.Tensor
+            A share of a range on a GPU is there, float64 without dimensions.
+        """
+        if t.device.type == "cpu" or self.kind == "absolute":
+            return self.absolute(t, iteration)
+        return self.at(iteration) * range_on_device(t)
+
+
+def range_on_device(t: torch.Tensor) -> torch.Tensor:
+    """Return the largest less the least finite value of floats ``[...]``, float64 where they are.
+
+    0 where there are no two.
+    """
+    if not t.numel():
+        return torch.zeros((), dtype=torch.float64, device=t.device)
+    finite = t.isfinite()
+    least = t.masked_fill(~finite, math.inf).amin().to(torch.float64)
+    largest = t.masked_fill(~finite, -math.inf).amax().to(torch.float64)
+    return torch.where(largest > least, largest - least, torch.zeros_like(least))
+
 
 @dataclass(frozen=True)
 class AdaptiveBound:

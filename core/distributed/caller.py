@@ -6,6 +6,7 @@ import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import asdict
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from ..engine.advisor import NetworkModel, network_model
 from ..engine.codecs import BoundedVectorCodec
 from ..engine.transfer import ThreadLane
 from ..errors import ArgumentError
+from .buffers import MOST_BYTES, Buffers
 from .device import DeviceExchange
 from .exchange import Exchange, Rows
 from .faults import Faults
@@ -56,12 +58,30 @@ class Caller:
         1, or 2: forward and backward.
     pieces, every : int
         As for `Decision`.
+    buffer_bytes : int
+        Of `Buffers` that are kept.
+
+    Attributes
+    ----------
+    own_rows_cross : bool
+        Whether rows on a GPU for this rank itself cross like others, and a group of one rank
+        exchanges: for tests of what one GPU can do.
     """
 
+    own_rows_cross: ClassVar[bool] = False
+
     def __init__(
-        self, *, codec: str, lasting: bool, ways: int = 1, pieces: int = 1, every: int | None = None
+        self,
+        *,
+        codec: str,
+        lasting: bool,
+        ways: int = 1,
+        pieces: int = 1,
+        every: int | None = None,
+        buffer_bytes: int = MOST_BYTES,
     ) -> None:
         self.codec = codec
+        self.buffers = Buffers(buffer_bytes)
         self.faults = Faults(lasting=lasting)
         self.counters = [Counters() for _ in range(ways)]
         given = {} if every is None else {"every": every}
@@ -73,7 +93,7 @@ class Caller:
 
     def choice_for(self, rows: Rows) -> TableChoice:
         """Return how rows of a dtype, size and kind of bound are written."""
-        key = (rows.sent.dtype, rows.sent.shape[1], rows.bound > 0)
+        key = (rows.sent.dtype, rows.sent.shape[1], bool(rows.bound > 0))
         if key not in self._choices and len(self._choices) >= MOST_CHOICES:
             self._choices.clear()
         return self._choices.setdefault(key, TableChoice())
@@ -81,6 +101,14 @@ class Caller:
     def is_plain(self, way: int = 0) -> bool:
         """Return whether torch's own collective delivers the next exchange."""
         return self.codec == "raw" or self.decision.modes[way] == PLAIN
+
+    def copied_rank(self, group: dist.ProcessGroup) -> int | None:
+        """Return the rank of a group whose rows are copied: this one, or None for none."""
+        return None if self.own_rows_cross else dist.get_rank(group)
+
+    def coded_on_device(self, device: torch.device) -> bool:
+        """Return whether rows are coded where they are, not by the host."""
+        return device.type != "cpu"
 
     def exchange(
         self,
@@ -103,19 +131,16 @@ class Caller:
             0: forward, 1: backward.
         """
         device = tables[0].sent.device
-        coded = device.type in BoundedVectorCodec.device_types
-        if self.codec == "raw" or not coded or (device.type != "cpu" and group.size() == 1):
-            # Without counting: nothing is decided.
+        if self.coded_on_device(device):
+            started = self.start(group, tables, way)
+            if isinstance(started, DeviceExchange):
+                started.finish()
+            return
+        if self.codec == "raw":
             self._plain(group, tables, way)
             return
         self.faults.check()
-        due = self.decision.begin() and self.codec == "auto" and group.size() > 1
-        if due and self._model is None:
-            self._model = self.faults.stage("sizes", lambda: network_model(group, device))
-        model = self._model if due else None
-        if device.type != "cpu":
-            self._exchange_on_gpu(group, tables, model, way)
-            return
+        model = self._due_model(group, device)
         if model is not None:
             self._choose(group, tables, choices, model)
         if self.is_plain(way):
@@ -134,6 +159,7 @@ class Caller:
             tables,
             counters,
             self.faults,
+            buffers=self.buffers,
             pieces=self._pieces if self.decision.modes[way] == PIECES else 1,
             lane=self._pieces_lane(),
             numbers=numbers,
@@ -147,39 +173,77 @@ class Caller:
             took = getattr(counters, name) - before[name]
             setattr(record, name, getattr(record, name) + took)
 
-    def _exchange_on_gpu(
+    def _due_model(self, group: dist.ProcessGroup, device: torch.device) -> NetworkModel | None:
+        """Count a call; return the model of the group's network where this one decides."""
+        due = self.decision.begin() and self.codec == "auto" and group.size() > 1
+        if due and self._model is None:
+            self._model = self.faults.stage("sizes", lambda: network_model(group, device))
+        return self._model if due else None
+
+    def start(
         self,
         group: dist.ProcessGroup,
         tables: Sequence[Rows],
-        model: NetworkModel | None,
-        way: int,
-    ) -> None:
-        """Exchange rows on a GPU; where this call decides, what their coding takes is measured."""
-        helper = helper_of(group, "cuda")
+        way: int = 0,
+        *,
+        async_op: bool = False,
+    ) -> DeviceExchange | dist.Work | None:
+        """Begin an exchange of rows that are coded on their device.
+
+        Where this call decides, what coding them takes is measured, and it is waited for.
+
+        Parameters
+        ----------
+        group, tables, way
+            As for `exchange`.
+        async_op : bool
+            Whether torch's own collective is asynchronous.
+
+        Returns
+        -------
+        DeviceExchange, Work or None
+            What is to be finished, what torch's own collective of one table returned, or None.
+        """
+        device = tables[0].sent.device
+        codes = device.type in BoundedVectorCodec.device_types
+        alone = group.size() == 1 and not self.own_rows_cross
+        if self.codec == "raw" or not codes or alone:
+            # Without counting: nothing is decided.
+            return self._plain(group, tables, way, async_op=async_op)
+        self.faults.check()
+        model = self._due_model(group, device)
+        helper = helper_of(group, device.type)
+
+        def made(counters: Counters, faults: Faults, **options: Any) -> DeviceExchange:
+            return DeviceExchange(
+                helper,
+                tables,
+                counters,
+                faults,
+                buffers=self.buffers,
+                lane=helper.stream,
+                own_rows_cross=self.own_rows_cross,
+                **options,
+            )
+
         if model is not None:
-            trial = DeviceExchange(helper, tables, Counters(), Faults(lasting=False)).trial()
-            raw = sum(table.raw_bytes(dist.get_rank(group)) for table in tables)
-            encode_s, decode_s, moved_bytes = trial
+            encode_s, decode_s, moved_bytes = made(Counters(), Faults(lasting=False)).trial()
+            raw = sum(table.raw_bytes(self.copied_rank(group)) for table in tables)
             self.decision.records[way] = WayRecord(1, raw, moved_bytes, encode_s, decode_s)
         plain = self.is_plain(way)
         others = group.size() - 1
         numbers = [] if model is None else self.decision.predictions(model, others)
         if plain:
             if numbers:
-                self._agree(group, numbers, tables[0].sent.device)
-            self._plain(group, tables, way)
-            return
-        exchange = DeviceExchange(
-            helper,
-            tables,
-            self.counters[way],
-            self.faults,
-            numbers=numbers,
-            lane=helper.stream,
-        )
-        of_ranks = exchange.run()
+                self._agree(group, numbers, device)
+            return self._plain(group, tables, way, async_op=async_op)
+        pieces = self._pieces if self.decision.modes[way] == PIECES else 1
+        exchange = made(self.counters[way], self.faults, pieces=pieces, numbers=numbers)
+        exchange.start()
         if numbers:
-            self.decision.decide(of_ranks)
+            # In this call on all ranks, whenever they wait for what it brings.
+            self.decision.decide(exchange.finish())
+        return exchange
 
     def _pieces_lane(self) -> ThreadLane | None:
         if self._pieces > 1 and self._lane is None:
@@ -198,7 +262,7 @@ class Caller:
         for table, choice in zip(tables, choices, strict=True):
             parts = torch.split(table.sent, list(table.send_rows))
             others = [part for rank, part in enumerate(parts) if rank != own]
-            choice.choose(max(others, key=len), table.bound, model)
+            choice.choose(max(others, key=len), float(table.bound), model)
 
     def _decide_while_plain(
         self,
@@ -232,13 +296,21 @@ class Caller:
         self.faults.stage("sizes", lambda: dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group))
         self.decision.decide_by(slowest.tolist())
 
-    def _plain(self, group: dist.ProcessGroup, tables: Sequence[Rows], way: int) -> None:
-        """Let torch's own collective deliver each table's rows."""
+    def _plain(
+        self,
+        group: dist.ProcessGroup,
+        tables: Sequence[Rows],
+        way: int,
+        *,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Let torch's own collective deliver each table's rows; return what it did of the last."""
         self.faults.check()
         counters = self.counters[way]
         started = time.perf_counter()
+        work = None
         for table in tables:
-            _deliver(self.faults, group, table)
+            work = _deliver(self.faults, group, table, async_op)
             table.repeats = None
             table.places = [None] * group.size()
             table.moved_bytes = table.raw_bytes(dist.get_rank(group))
@@ -246,19 +318,21 @@ class Caller:
             counters.moved_bytes += table.moved_bytes
         counters.payload_s += time.perf_counter() - started
         counters.plain_calls += 1
+        return work
 
 
-def _deliver(faults: Faults, group: dist.ProcessGroup, table: Rows) -> None:
+def _deliver(
+    faults: Faults, group: dist.ProcessGroup, table: Rows, async_op: bool
+) -> dist.Work | None:
     """Deliver rows by torch's own collective, as bytes: gloo knows few dtypes."""
     if table.row_bytes == 0:
-        return
+        return None
     sent, received = (t.view(torch.uint8) for t in (table.sent, table.received))
-    faults.stage(
-        "payload",
-        lambda: dist.all_to_all_single(
-            received, sent, list(table.receive_rows), list(table.send_rows), group=group
-        ),
+    sizes = list(table.receive_rows), list(table.send_rows)
+    work: dist.Work | None = faults.stage(
+        "payload", lambda: dist.all_to_all_single(received, sent, *sizes, group, async_op)
     )
+    return work
 
 
 _callers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Caller]] = (

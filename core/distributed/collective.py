@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,10 +14,10 @@ from ..dtypes import dense, dtype_name
 from ..engine.codecs import check_tensor_argument
 from ..engine.codecs.base import check_indices_argument, rows_as_bytes, share_memory
 from ..engine.kernels.vector_format import KINDS
-from ..engine.transfer import ThreadTask
 from ..errors import ArgumentError, ArgumentTypeError
 from .bounds import ErrorBound, bound_on_device, checked_bound
 from .caller import checked_codec, function_caller
+from .device import DeviceExchange
 from .exchange import Rows
 from .helpers import helper_of
 from .messages import Repeats
@@ -27,11 +27,13 @@ from .wire import DTYPES, MOST_BYTES, MOST_ELEMENTS, MOST_ROWS
 class ExchangeWork:
     """What an asynchronous all-to-all returns, as torch's `Work`."""
 
-    def __init__(self, task: ThreadTask[Any]) -> None:
-        self._task = task
+    def __init__(self, finish: Callable[[float | None], object], done: Callable[[], bool]) -> None:
+        self._finish, self._done = finish, done
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the output is written; return True.
+
+        Of tensors on a GPU torch's current stream waits, the host until all is queued.
 
         Parameters
         ----------
@@ -45,12 +47,12 @@ class ExchangeWork:
         TimeoutError
             When it takes longer; the exchange goes on.
         """
-        self._task.result(None if timeout is None else timeout.total_seconds())
+        self._finish(None if timeout is None else timeout.total_seconds())
         return True
 
     def is_completed(self) -> bool:
-        """Return whether the exchange ended, well or not."""
-        return self._task.done()
+        """Return whether the exchange ended, well or not; on a GPU, whether all is queued."""
+        return self._done()
 
 
 def all_to_all_single(
@@ -71,8 +73,7 @@ def all_to_all_single(
     As `torch.distributed.all_to_all_single`, with smaller messages: rows that repeat within a part
     cross once, and the others in fewer bits. Every rank calls it with the same row shape and dtype;
     bounds may differ. Rows that a rank sends to itself are copied. Tensors on a GPU are coded there
-    and cross by NCCL; asynchronous calls of those are given to torch's own collective, which
-    delivers every bit.
+    and cross by NCCL.
 
     Parameters
     ----------
@@ -101,13 +102,14 @@ def all_to_all_single(
         Of a tensor of one dimension: elements of a row, by which it is cut; 1 when left out. Of
         others a row is what stands at one index of the first dimension.
     row_ids : torch.Tensor, optional
-        Integers ``[N]`` on the CPU, one a row of `input`: rows of one id are the same row of a
-        table, and cross once for each rank without being searched for.
+        Integers ``[N]`` on the CPU or where `input` is, one a row of it: rows of one id are the
+        same row of a table, and cross once for each rank without being searched for. On a GPU the
+        host waits for them.
 
     Returns
     -------
     ExchangeWork or None
-        With `async_op` an object with `wait`; of tensors on a GPU torch's own.
+        With `async_op` an object with `wait`; torch's own with ``codec="raw"``.
 
     Raises
     ------
@@ -117,7 +119,8 @@ def all_to_all_single(
         When a rank fails or ranks disagree; nothing is written to `output`. Ranks that agreed with
         all others raise in their next call, in which all raise.
     CorruptedDataError
-        When a message is damaged; nothing is written to `output`.
+        When a message is damaged; nothing is written to `output`. On a GPU damage in a body is
+        reported by a later call, and its rows are not written.
 
     References
     ----------
@@ -131,7 +134,7 @@ def all_to_all_single(
     check_tensor_argument("output", output)
     check_tensor_argument("input", input)
     refuse_capture(input)
-    if codec == "raw" or (input.device.type != "cpu" and async_op):
+    if codec == "raw":
         return dist.all_to_all_single(
             output,
             input,
@@ -155,19 +158,34 @@ def all_to_all_single(
     sent, send_rows = cut_rows("input", input, row, input_split_sizes, group)
     target, receive_rows = cut_rows("output", output, row, output_split_sizes, group)
 
-    on_cpu = input.device.type == "cpu"
-    repeats = repeats_of("input", sent, send_rows, row_ids) if on_cpu else None
+    caller = function_caller(group, codec)
+    there = caller.coded_on_device(input.device)
+    plain = there and caller.is_plain()  # an asynchronous exchange on the CPU has another caller
+    repeats = repeats_of("input", sent, send_rows, row_ids, plain=plain)
+
+    def rows_to(into: torch.Tensor) -> Rows:
+        value: float | torch.Tensor = 0.0
+        relative = False
+        if bound is not None and sent.device.type == "cpu":
+            value = bound.absolute(sent)
+        elif bound is not None:
+            value, relative = bound_on_device(bound, 0)
+        return Rows(sent, into, send_rows, receive_rows, value, relative, repeats=repeats)
+
+    if there:
+        # What is damaged is not written there.
+        started = caller.start(group, [rows_to(target)], async_op=async_op)
+        if isinstance(started, DeviceExchange):
+            work = ExchangeWork(started.finish, started.done)
+        else:
+            work = _work_of_torch(started)
+        return work if async_op else _waited(work)
 
     def run(over: dist.ProcessGroup) -> None:
         caller = function_caller(over, codec)
         # What comes compressed may be damaged: the output is written once all of it is sound.
         into = target if caller.is_plain() else torch.empty_like(target)
-        value, relative = 0.0, False
-        if bound is not None and sent.device.type == "cpu":
-            value = bound.absolute(sent)
-        elif bound is not None:
-            value, relative = bound_on_device(bound, 0)
-        rows = Rows(sent, into, send_rows, receive_rows, value, relative, repeats=repeats)
+        rows = rows_to(into)
         caller.exchange(over, [rows], [caller.choice_for(rows)])
         if into is not target:
             target.copy_(into)
@@ -176,7 +194,21 @@ def all_to_all_single(
         run(group)
         return None
     helper = helper_of(group)
-    return ExchangeWork(helper.lane.submit(run, helper.group))
+    task = helper.lane.submit(run, helper.group)
+    return ExchangeWork(task.result, task.done)
+
+
+def _waited(work: ExchangeWork) -> None:
+    work.wait()
+
+
+def _work_of_torch(work: dist.Work | None) -> ExchangeWork:
+    """Return what torch's own collective returned; None: it is done."""
+    if work is None:
+        return ExchangeWork(lambda _: None, lambda: True)
+    return ExchangeWork(
+        lambda s: work.wait() if s is None else work.wait(timedelta(seconds=s)), work.is_completed
+    )
 
 
 def refuse_capture(t: torch.Tensor) -> None:
@@ -188,23 +220,39 @@ def refuse_capture(t: torch.Tensor) -> None:
 
 
 def repeats_of(
-    name: str, rows: torch.Tensor, send_rows: Sequence[int], row_ids: torch.Tensor | None
+    name: str,
+    rows: torch.Tensor,
+    send_rows: Sequence[int],
+    row_ids: torch.Tensor | None,
+    *,
+    plain: bool,
 ) -> list[Repeats | None] | None:
-    """Return for each rank which of its rows ``[N, row]`` on the CPU share an id."""
+    """Return for each rank which of its rows ``[N, row]`` share an id; waits for a GPU.
+
+    None where torch's own collective delivers the rows, in which all cross.
+    """
     if row_ids is None:
         return None
     ids = check_indices_argument(row_ids, "row_ids")
-    if ids.device.type != "cpu":
-        raise ArgumentTypeError(f"row_ids: on {ids.device}, expected cpu, where {name} is")
+    if ids.device.type != "cpu" and ids.device != rows.device:
+        raise ArgumentTypeError(
+            f"row_ids: on {ids.device}, expected cpu or {rows.device}, where {name} is"
+        )
     if len(ids) != rows.shape[0]:
         raise ArgumentError(f"row_ids: {len(ids)} ids, {name} has {rows.shape[0]} rows")
-    found = [Repeats.of(part) if len(part) else None for part in torch.split(ids, list(send_rows))]
-    for part, repeated in zip(torch.split(rows, list(send_rows)), found, strict=True):
-        if repeated is None or not part.shape[1]:
-            continue
-        bits = rows_as_bytes(part, part.shape[1] * part.element_size())
-        sent = bits[torch.from_numpy(repeated.first)][torch.from_numpy(repeated.places)]
-        if not torch.equal(sent, bits):
+    if plain:
+        return None
+    found = [
+        Repeats.of(part) if len(part) else None for part in torch.split(ids.cpu(), list(send_rows))
+    ]
+    sent, at = torch.arange(len(ids)), 0
+    for n, repeated in zip(send_rows, found, strict=True):
+        if repeated is not None:
+            sent[at : at + n] = at + torch.from_numpy(repeated.first[repeated.places])
+        at += n
+    if any(found) and rows.shape[1]:
+        bits = rows_as_bytes(rows, rows.shape[1] * rows.element_size())
+        if not torch.equal(bits[sent.to(rows.device)], bits):
             raise ArgumentError("row_ids: rows of one id differ")
     return found
 

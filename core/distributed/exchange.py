@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ..engine.transfer import ThreadLane
 from ..errors import CorruptedDataError
+from .buffers import Buffers
 from .faults import ExchangeError, Faults
 from .messages import (
     REFERENCES,
@@ -46,9 +47,9 @@ class Rows:
         after rank.
     send_rows, receive_rows : sequence of int
         Rows for each rank and of each.
-    bound : float
+    bound : float or torch.Tensor
         How far a delivered element may be from the one that was sent; 0: every bit is kept. Rows of
-        this rank for itself are copied.
+        this rank for itself are copied. On a GPU it may be there, float64 without dimensions.
     relative : bool
         On a GPU, whether the bound is a share of the range of the rows for each rank.
     candidate : Candidate
@@ -72,7 +73,7 @@ class Rows:
     received: torch.Tensor
     send_rows: Sequence[int]
     receive_rows: Sequence[int]
-    bound: float = 0.0
+    bound: float | torch.Tensor = 0.0
     relative: bool = False
     candidate: Candidate = REFERENCES
     repeats: list[Repeats | None] | None = None
@@ -85,9 +86,10 @@ class Rows:
         """Bytes of a row."""
         return self.sent.shape[1] * self.sent.element_size()
 
-    def raw_bytes(self, rank: int) -> int:
-        """Return the bytes of the rows for other ranks than this one."""
-        return (sum(self.send_rows) - self.send_rows[rank]) * self.row_bytes
+    def raw_bytes(self, rank: int | None) -> int:
+        """Return the bytes of the rows for other ranks than this one; of all for None."""
+        copied = 0 if rank is None else self.send_rows[rank]
+        return (sum(self.send_rows) - copied) * self.row_bytes
 
 
 @dataclass(frozen=True)
@@ -98,15 +100,15 @@ class _Received:
     ----------
     checks, sizes : list of int
         Of the descriptors.
-    data : numpy.ndarray
-        uint8: the messages.
+    data : torch.Tensor
+        uint8: the messages, and what is behind them in the buffer.
     numbers : list
         The numbers of each rank.
     """
 
     checks: list[int]
     sizes: list[int]
-    data: Array
+    data: torch.Tensor
     numbers: list[list[int]]
 
 
@@ -123,6 +125,8 @@ class Exchange:
         Are added to.
     faults : Faults
         Of the caller.
+    buffers : Buffers
+        Of the caller: where messages stand.
     pieces : int
         Pieces that each table's rows for a rank are cut into: while one crosses, the next one is
         encoded. The same on all ranks.
@@ -139,6 +143,7 @@ class Exchange:
         counters: Counters,
         faults: Faults,
         *,
+        buffers: Buffers,
         pieces: int = 1,
         lane: ThreadLane | None = None,
         numbers: Sequence[int] = (),
@@ -146,6 +151,7 @@ class Exchange:
         self._group, self._tables = group, tables
         self._counters, self._faults = counters, faults
         self._pieces, self._lane = pieces, lane
+        self._buffers, self._taken = buffers, list[torch.Tensor]()
         self._numbers = list(numbers)
         self._stopped = False
         self._rank, self._size = dist.get_rank(group), group.size()
@@ -172,12 +178,19 @@ class Exchange:
             raise self._faults.reported()
         for table in self._tables:
             table.places = [None] * self._size
-        if self._pieces == 1 or self._lane is None:
-            found = self._stages(*self._encode(0))
-            self._agreement.check(found.checks, self._faults)
-            self._decode(0, found)
-        else:
-            found = self._in_pieces(self._lane)
+            if table.repeats:
+                table.repeats[self._rank] = None  # those are copied
+        try:
+            if self._pieces == 1 or self._lane is None:
+                found = self._stages(*self._encode(0))
+                self._agreement.check(found.checks, self._faults)
+                self._decode(0, found)
+            else:
+                found = self._in_pieces(self._lane)
+        except BaseException:
+            self._buffers.forget(*self._taken)
+            raise
+        self._buffers.give(*self._taken)
         for table in self._tables:
             own = torch.split(table.sent, list(table.send_rows))[self._rank]
             torch.split(table.received, list(table.receive_rows))[self._rank].copy_(own)
@@ -198,20 +211,23 @@ class Exchange:
 
     # Coding
 
-    def _of_piece(self, piece: int, rows: int) -> slice:
-        return slice(piece * rows // self._pieces, (piece + 1) * rows // self._pieces)
+    def _take(self, n_bytes: int) -> torch.Tensor:
+        found = self._buffers.take(n_bytes, self._tables[0].sent.device)
+        self._taken.append(found)
+        return found
 
-    def _encode(self, piece: int) -> tuple[list[int], Array]:
+    def _encode(self, piece: int) -> tuple[list[int], torch.Tensor]:
         """Return the bytes of the messages of a piece for each rank, and the messages."""
         started = time.perf_counter()
-        spans = [self._spans(table.send_rows, piece) for table in self._tables]
+        spans = [spans_of(table.send_rows, piece, self._pieces) for table in self._tables]
         most = sum(
             PART_SIZE.size + most_part_bytes(rows, table.row_bytes)
             for table, of_table in zip(self._tables, spans, strict=True)
             for to, (_, rows) in enumerate(of_table)
             if to != self._rank
         )
-        out = np.empty(most, np.uint8)
+        data = self._take(most)
+        out = data.numpy()
         sizes, at = [0] * self._size, 0
         for to in range(self._size):
             if to == self._rank:
@@ -224,7 +240,7 @@ class Exchange:
                 repeats = table.repeats[to] if table.repeats else None
                 used, by_id = encode_part(
                     table.sent[first : first + rows],
-                    table.bound,
+                    float(table.bound),
                     table.candidate,
                     repeats,
                     out[at : at + most_part_bytes(rows, table.row_bytes)],
@@ -237,21 +253,13 @@ class Exchange:
                 at += used
             sizes[to] = at - begin
         self._counters.encode_s += time.perf_counter() - started
-        return sizes, out[:at]
-
-    def _spans(self, rows: Sequence[int], piece: int) -> list[tuple[int, int]]:
-        """Return for each rank where the rows of a piece begin, and how many there are."""
-        found, at = [], 0
-        for n in rows:
-            part = self._of_piece(piece, n)
-            found.append((at + part.start, part.stop - part.start))
-            at += n
-        return found
+        return sizes, data[:at]
 
     def _decode(self, piece: int, received: _Received) -> None:
         started = time.perf_counter()
-        messages = np.split(received.data, np.cumsum(received.sizes)[:-1])
-        spans = [self._spans(table.receive_rows, piece) for table in self._tables]
+        data = received.data.numpy()[: sum(received.sizes)]
+        messages = np.split(data, np.cumsum(received.sizes)[:-1])
+        spans = [spans_of(table.receive_rows, piece, self._pieces) for table in self._tables]
         for source, message in enumerate(messages):
             if source == self._rank:
                 continue
@@ -280,7 +288,7 @@ class Exchange:
         self._counters.moved_bytes += sent[0].nbytes * (self._size - 1)
         return found.tolist()
 
-    def _stages(self, sizes: list[int], data: Array) -> _Received:
+    def _stages(self, sizes: list[int], sent: torch.Tensor) -> _Received:
         """Exchange descriptors, then messages, whatever they are of: ranks that differ hang nobody.
 
         Raises
@@ -294,8 +302,8 @@ class Exchange:
         rows = self._sizes(sizes)
         checks, come = self._agreement.sizes_of([row[0] for row in rows], self._faults)
         started = time.perf_counter()
-        found = torch.empty(sum(come), dtype=torch.uint8)
-        sent = torch.from_numpy(data)
+        data = self._take(sum(come))
+        found = data[: sum(come)]
 
         def payload() -> None:
             dist.all_to_all_single(found, sent, come, sizes, group=self._group)
@@ -304,7 +312,17 @@ class Exchange:
         self._counters.payload_s += time.perf_counter() - started
         self._counters.moved_bytes += sum(sizes)
         self._stopped = False
-        return _Received(checks, come, found.numpy(), [row[1:] for row in rows])
+        return _Received(checks, come, data, [row[1:] for row in rows])
+
+
+def spans_of(rows: Sequence[int], piece: int, pieces: int) -> list[tuple[int, int]]:
+    """Return for each rank where its rows of a piece begin, and how many there are."""
+    found, at = [], 0
+    for n in rows:
+        begin, end = piece * n // pieces, (piece + 1) * n // pieces
+        found.append((at + begin, end - begin))
+        at += n
+    return found
 
 
 class Agreement:
@@ -343,6 +361,13 @@ class Agreement:
             faults.failed(reason, known_to_all=True)
             raise ExchangeError(reason)
         return list(checks), list(sizes)
+
+    def agrees(self, checks: Sequence[int]) -> bool:
+        """Return whether all others know the same, and this rank of the rows for itself."""
+        own = all(t.send_rows[self._rank] == t.receive_rows[self._rank] for t in self._tables)
+        return own and all(
+            rank == self._rank or check == self._checks[rank] for rank, check in enumerate(checks)
+        )
 
     def check(self, checks: Sequence[int], faults: Faults) -> None:
         """Raise where ranks disagree; both of a pair find it alike."""

@@ -57,6 +57,62 @@ class Repeats:
 
 
 @dataclass(frozen=True)
+class Fields:
+    """Header of a part whose rows of one id cross once.
+
+    Parameters
+    ----------
+    bits : int
+        Of a field.
+    sent_rows : int
+        Rows that cross.
+    rows : int
+        Fields.
+    """
+
+    bits: int
+    sent_rows: int
+    rows: int
+
+    @classmethod
+    def of(cls, head: bytes, rows: int, part_bytes: int) -> Fields | None:
+        """Return what the first bytes of a part for so many rows say; None of another part.
+
+        Raises
+        ------
+        CorruptedDataError
+            When the header is damaged.
+        """
+        if not head or head[0] != BY_ID:
+            return None
+        if len(head) < BY_ID_HEADER.size:
+            raise CorruptedDataError("message: it ends in the header of its fields")
+        _, bits, _, sent = BY_ID_HEADER.unpack_from(head)
+        found = cls(bits, sent, rows)
+        if not 0 < bits <= 32 or not 0 < sent < rows or found.nbytes > part_bytes:
+            raise CorruptedDataError("message: its fields are damaged")
+        return found
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of header and fields."""
+        return BY_ID_HEADER.size + 4 * field_words(self.rows, self.bits)
+
+    def places(self, data: Array) -> Array:
+        """Return int64 ``[rows]``: which row that crossed each is, of bytes behind the header.
+
+        Raises
+        ------
+        CorruptedDataError
+            When one is none of them.
+        """
+        found: Array = unpacked_fields(data, self.rows, self.bits, np.uint32).astype(np.int64)
+        if int(found.max()) >= self.sent_rows:
+            raise CorruptedDataError("message: a field is out of range")
+        return found
+
+
+@dataclass(frozen=True)
 class Candidate:
     """A way to write rows.
 
@@ -160,21 +216,15 @@ def decode_part(data: Array, out: torch.Tensor) -> Array | None:
     CorruptedDataError
         When the part is damaged; nothing is written.
     """
-    if len(data) == out.nbytes or not len(data) or data[0] != BY_ID:
+    fields = None
+    if len(data) != out.nbytes:
+        fields = Fields.of(data[: BY_ID_HEADER.size].tobytes(), len(out), len(data))
+    if fields is None:
         _decode_rows(data, out)
         return None
-    if len(data) < BY_ID_HEADER.size:
-        raise CorruptedDataError("message: it ends in the header of its fields")
-    _, bits, _, sent = BY_ID_HEADER.unpack_from(data.tobytes()[: BY_ID_HEADER.size])
-    end = BY_ID_HEADER.size + 4 * field_words(len(out), bits)
-    if not 0 < bits <= 32 or not 0 < sent < len(out) or end > len(data):
-        raise CorruptedDataError("message: its fields are damaged")
-    fields = data[BY_ID_HEADER.size : end]
-    places = unpacked_fields(fields, len(out), bits, np.uint32).astype(np.int64)
-    if int(places.max()) >= sent:
-        raise CorruptedDataError("message: a field is out of range")
-    target = torch.empty((sent, out.shape[1]), dtype=out.dtype)
-    _decode_rows(data[end:], target)
+    places = fields.places(data[BY_ID_HEADER.size : fields.nbytes])
+    target = torch.empty((fields.sent_rows, out.shape[1]), dtype=out.dtype)
+    _decode_rows(data[fields.nbytes :], target)
     torch.index_select(target, 0, torch.from_numpy(places), out=out)
     return places
 

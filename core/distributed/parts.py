@@ -67,27 +67,25 @@ def _ids_of_sums(ids: Array, places: Array) -> Array:
 def _summed(rows: torch.Tensor, places: Array) -> torch.Tensor:
     """Return the sums of rows ``[n, row]`` that are copies of one; 16 bits are added as 32."""
     wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
-    sums = torch.zeros((int(places.max()) + 1, rows.shape[1]), dtype=wide)
-    return sums.index_add_(0, torch.from_numpy(places), rows.to(wide)).to(rows.dtype)
+    sums = torch.zeros((int(places.max()) + 1, rows.shape[1]), dtype=wide, device=rows.device)
+    at = torch.from_numpy(places).to(rows.device)
+    return sums.index_add_(0, at, rows.to(wide)).to(rows.dtype)
 
 
-def spread_to_copies(
-    part: Part, found: torch.Tensor, back: Sequence[int], rank: int
-) -> torch.Tensor:
+def spread_to_copies(part: Part, found: torch.Tensor, back: Sequence[int]) -> torch.Tensor:
     """Return gradients of the rows that were given: sums to the first copy of each."""
     if list(back) == part.send_rows:
         return found
-    result = torch.zeros((sum(part.send_rows), part.row), dtype=found.dtype)
+    result = torch.zeros((sum(part.send_rows), part.row), dtype=found.dtype, device=found.device)
     pieces = zip(
         torch.split(result, part.send_rows),
         torch.split(found, list(back)),
         part.repeats or [],
-        range(len(back)),
         strict=True,
     )
-    for to, given, repeated, of in pieces:
-        if repeated is None or of == rank:
+    for to, given, repeated in pieces:
+        if repeated is None:
             to.copy_(given)
         else:
-            to[torch.from_numpy(repeated.first)] = given
+            to[torch.from_numpy(repeated.first).to(to.device)] = given
     return result

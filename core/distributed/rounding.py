@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.kernels.vector_format import MOST_CODE, step_of
+from ..engine.kernels.vector_format import LEAST_STEP, MOST_CODE, MOST_STEP, STEP_SHARE
 from ..errors import CorruptedDataError
 from .messages import Array
 
@@ -27,40 +27,52 @@ def counter_uniforms(seed: int, stream: int, count: int, device: torch.device) -
     return _shifted(mixed, 64 - _BITS).to(torch.float64) * 2.0**-_BITS
 
 
-def round_stochastically(rows: torch.Tensor, bound: float, seed: int, stream: int) -> torch.Tensor:
+def round_stochastically(
+    rows: torch.Tensor, bound: float | torch.Tensor, seed: int, stream: int
+) -> torch.Tensor:
     """Return rows whose elements are multiples of the step of a bound, the mean unchanged.
 
     Parameters
     ----------
     rows : torch.Tensor
         ``[N, row]``, float32, float16 or bfloat16.
-    bound : float
-        In the units of the elements: the codec of the same bound keeps every bit of the result.
+    bound : float or torch.Tensor
+        In the units of the elements, a tensor on their device, float64 without dimensions: the
+        codec of the same bound keeps every bit of the result. 0: nothing is rounded.
     seed, stream : int
         Of the random numbers: those of one stream are used once.
 
     Returns
     -------
     torch.Tensor
-        Of the same shape and dtype. An element is one of the two multiples around the given one,
-        the nearer one the more often, so that the error is below two bounds. Elements without such
-        a multiple in the dtype, NaN and infinities are as they were.
+        Of the same shape and dtype, the same bits on every device. An element is one of the two
+        multiples around the given one, the nearer one the more often, so that the error is below
+        two bounds. Elements without such a multiple in the dtype, NaN and infinities are as they
+        were.
     """
-    step = step_of(bound)
-    if not step:
-        return rows.clone()
-    exact = rows.to(torch.float64) / step
+    if not isinstance(bound, torch.Tensor):
+        bound = torch.full((), bound, dtype=torch.float64, device=rows.device)
+    step = _step_of(bound)
+    wide = step.to(torch.float64)
+    exact = rows.to(torch.float64) / wide
     drawn = counter_uniforms(seed, stream, rows.numel(), rows.device).view(rows.shape)
     codes = torch.floor(exact + drawn)
     # As the codec decodes: a product in float32, rounded to the dtype.
-    found = (codes.to(torch.float32) * torch.tensor(step, dtype=torch.float32)).to(rows.dtype)
+    found = (codes.to(torch.float32) * step).to(rows.dtype)
     error = (found.to(torch.float64) - rows.to(torch.float64)).abs()
-    usable = (codes.abs() <= MOST_CODE) & (error <= 2 * bound)
+    usable = (step > 0) & (codes.abs() <= MOST_CODE) & (error <= 2 * bound)
     if rows.dtype != torch.float32:
         # A multiple that was rounded to 16 bits must be what the codec makes of it.
-        again = torch.round(found.to(torch.float64) / step).to(torch.float32)
-        usable &= (again * torch.tensor(step, dtype=torch.float32)).to(rows.dtype) == found
+        again = torch.round(found.to(torch.float64) / wide).to(torch.float32)
+        usable &= (again * step).to(rows.dtype) == found
     return torch.where(usable, found, rows)
+
+
+def _step_of(bound: torch.Tensor) -> torch.Tensor:
+    """Return what `vector_format.step_of` does, float32, where the bound is."""
+    wanted = 2 * bound * STEP_SHARE
+    step = wanted.to(torch.float32)
+    return torch.where((wanted <= MOST_STEP) & (step >= LEAST_STEP), step, torch.zeros_like(step))
 
 
 class ErrorFeedback:
@@ -96,7 +108,7 @@ class ErrorFeedback:
         Parameters
         ----------
         gradients : torch.Tensor
-            On the CPU.
+            On any device; what was lost is on the CPU.
         ids : numpy.ndarray
             int64 ``[N]``.
         """
@@ -105,20 +117,20 @@ class ErrorFeedback:
         known = at < len(self._ids)
         known[known] = self._ids[at[known]] == distinct[known]
         result = gradients.clone()
-        places = torch.from_numpy(first[known])
-        lost = torch.from_numpy(self._lost[at[known]])
+        places = torch.from_numpy(first[known]).to(result.device)
+        lost = torch.from_numpy(self._lost[at[known]]).to(result.device)
         result[places] = (result[places].float() + lost).to(result.dtype)
         return result
 
     def keep(self, lost: torch.Tensor, ids: Array) -> None:
-        """Keep what rows ``[N, row]`` lost, in place of what was kept of them.
+        """Keep what rows ``[N, row]`` lost, in place of what was kept of them; waits for a GPU.
 
         Elements that are no finite numbers count as 0.
         """
         self._time += 1
         distinct, places = np.unique(ids, return_inverse=True)
         sums = np.zeros((len(distinct), self._lost.shape[1]), np.float32)
-        finite = torch.nan_to_num(lost.float(), 0.0, 0.0, 0.0).numpy()
+        finite = torch.nan_to_num(lost.float(), 0.0, 0.0, 0.0).cpu().numpy()
         np.add.at(sums, places.reshape(-1), finite)
         others = ~np.isin(self._ids, distinct, assume_unique=True)
         all_ids = np.concatenate([self._ids[others], distinct])

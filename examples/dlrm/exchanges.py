@@ -41,13 +41,12 @@ class Exchange(Protocol):
 
 
 def make_exchange(
-    way: str, names: Sequence[str], width: int, bound: AdaptiveBound | None
+    way: str, names: Sequence[str], width: int, bound: AdaptiveBound | None, codec: str
 ) -> Exchange:
     """Return what sends the rows of all tables; only adaptive has a bound."""
     if way in ("lossless", "adaptive"):
         tables = [Table(name, width) for name in names]
-        # Bytes are compared here: a link between two processes is too fast for it to pay.
-        return CompressedAllToAll(tables=tables, error_bound=bound, codec="compressed")
+        return CompressedAllToAll(tables=tables, error_bound=bound, codec=codec)
     return PackedAllToAll(way, names)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common.ranks import Ranks  # next to this package
+from common.ranks import Ranks, local_rank  # next to this package
 from common.report import Report
 from common.reproducible import drawn_seed
 from torch.nn import functional
@@ -45,7 +45,8 @@ class ShardedRun:
     stages : dict of str to dict
         By direction, seconds of each stage.
     steps : list of dict
-        Raw and moved bytes forward of each step, and what bounds were multiplied by.
+        Raw and moved bytes forward of each step, its seconds on the first rank, and what bounds
+        were multiplied by.
     """
 
     way: str
@@ -117,15 +118,15 @@ class ShardedTables(Tables):
         self.ranks, self.row_ids = ranks, options.row_ids
         self.owners = owners_of(table_rows, ranks.size)
         kept = TableOptions(width=options.embedding_dim, dtype=torch.float32)
-        super().__init__(table_rows, weights, torch.device("cpu"), kept)
-        self.exchange = make_exchange(way, self.names, self.width, bound)
+        super().__init__(table_rows, weights, device_of(options), kept)
+        self.exchange = make_exchange(way, self.names, self.width, bound, options.codec)
 
     def make(self, weights: Weights) -> torch.nn.Module:
         mine = [name for name in self.table_rows if self.owners[name] == self.ranks.rank]
         return Bags(
             {
                 name: torch.nn.EmbeddingBag.from_pretrained(
-                    weights(name, self.table_rows[name]), freeze=False, mode="sum"
+                    weights(name, self.table_rows[name]).to(self.device), freeze=False, mode="sum"
                 )
                 for name in mine
             }
@@ -140,7 +141,7 @@ class ShardedTables(Tables):
             receive[name][self.owners[name]] = sizes[self.ranks.rank]
             if self.owners[name] != self.ranks.rank:
                 grads = torch.is_grad_enabled()
-                inputs[name] = torch.empty(0, self.width, requires_grad=grads)
+                inputs[name] = torch.empty(0, self.width, device=self.device, requires_grad=grads)
                 send[name] = [0] * len(sizes)
                 continue
             rows = self.module.get_submodule(f"embedding_bags.{name}")(ids, offsets)
@@ -171,6 +172,7 @@ class TorchrecShardedTables(CollectionTables):
         bound: AdaptiveBound | None,
     ) -> None:
         self.ranks, self.way, self.bound, self.row_ids = ranks, way, bound, options.row_ids
+        self.codec = options.codec
         self.owners = owners_of(table_rows, ranks.size)
         self.sent_rows = dict.fromkeys(DIRECTIONS, 0)
         kept = TableOptions(width=options.embedding_dim, dtype=torch.float32)
@@ -211,7 +213,7 @@ class TorchrecShardedTables(CollectionTables):
         self.report = None
         if self.way in ("lossless", "adaptive"):
             self.report = compress_communication(
-                made, self.bound, row_ids=self.row_ids, codec="compressed"
+                made, self.bound, row_ids=self.row_ids, codec=self.codec
             )
         return made
 
@@ -300,7 +302,10 @@ class ShardedTrainer:
     ) -> None:
         self.clicks, self.tables, self.options, self.ranks = clicks, tables, options, ranks
         torch.manual_seed(options.seed)
-        self.model = Dlrm(tables, clicks.dense.shape[1], options.bottom, options.top)
+        self.device = device_of(options)
+        self.model = Dlrm(tables, clicks.dense.shape[1], options.bottom, options.top).to(
+            self.device
+        )
         for_tables, for_perceptrons = OPTIMIZERS["adagrad"]
         self.perceptrons = self.model.perceptrons()
         self.optimizers = [for_perceptrons(self.perceptrons, lr=options.lr)]
@@ -319,11 +324,16 @@ class ShardedTrainer:
         for epoch in epochs:
             generator = torch.Generator().manual_seed(drawn_seed(self.options.seed, epoch))
             for lines in self.clicks.epoch(self.options.batch_size, generator):
+                batch = self.clicks.batch(lines)
+                self._wait()
                 begin = time.perf_counter()
-                losses.append(self._step(self.clicks.batch(lines)))
-                seconds += time.perf_counter() - begin
+                losses.append(self._step(batch.to(self.device)))
+                self._wait()
+                took = time.perf_counter() - begin
+                seconds += took
                 now = self._forward_bytes()
                 step = {"raw_bytes": now[0] - before[0], "moved_bytes": now[1] - before[1]}
+                step["seconds"] = took
                 before = now
                 if bound is not None and bound.schedule is not None:
                     step["factor"] = bound.schedule(len(steps))
@@ -346,6 +356,11 @@ class ShardedTrainer:
                 _summed(parts) for parts in zip(*(part["steps"] for part in found), strict=True)
             ],
         )
+
+    def _wait(self) -> None:
+        """Wait for a GPU, so that steps are measured as a whole."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
 
     def _step(self, batch: Batch) -> torch.Tensor:
         lines = self._lines(batch)
@@ -371,10 +386,10 @@ class ShardedTrainer:
         logits = []
         with torch.no_grad():
             for lines in self.clicks.tested(self.options.batch_size):
-                batch = self.clicks.batch(lines)
+                batch = self.clicks.batch(lines).to(self.device)
                 mine = self._lines(batch)
                 scored = self.model.scored(batch.dense[mine], self.tables.look_up(batch))
-                logits.append(torch.cat(self._gathered(scored)))
+                logits.append(torch.cat(self._gathered(scored.cpu())))
         labels = self.clicks.labels[self.clicks.n_trained :]
         scores = torch.cat(logits)
         loss = functional.binary_cross_entropy_with_logits(scores, labels)
@@ -399,6 +414,11 @@ class ShardedTrainer:
 
 
 CPU = torch.device("cpu")
+
+
+def device_of(options: argparse.Namespace) -> torch.device:
+    """Return where this rank computes."""
+    return torch.device("cuda", local_rank()) if options.device == "cuda" else CPU
 
 
 def _gradient(parameter: torch.nn.Parameter) -> torch.Tensor:

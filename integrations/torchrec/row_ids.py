@@ -72,9 +72,12 @@ class SeenFeatures:
         self._seen = arguments[0], output.data_ptr(), output.numel()
 
     def take(self, rows: torch.Tensor) -> KeyedJaggedTensor | None:
-        """Return the features that rows were looked up by, None where that is not known."""
+        """Return the features that rows were looked up by, None where that is not known.
+
+        None on a GPU, too: the host would wait for the ids of each table.
+        """
         seen, self._seen = self._seen, None
-        if seen is None or seen[1:] != (rows.data_ptr(), rows.numel()):
+        if seen is None or rows.is_cuda or seen[1:] != (rows.data_ptr(), rows.numel()):
             return None
         return seen[0]
 

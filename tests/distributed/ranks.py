@@ -73,9 +73,9 @@ def main() -> None:
         world_size=int(ranks),
         timeout=timedelta(seconds=int(timeout_s)),
     )
-    from tests.distributed import table_ranks
+    from tests.distributed import device_ranks, table_ranks
 
-    known = CHECKS | table_ranks.CHECKS
+    known = CHECKS | table_ranks.CHECKS | device_ranks.CHECKS
     names = check.split("+")
     results = {name: known[name](int(rank), int(ranks)) for name in names}
     result = results if len(names) > 1 else results[check]
@@ -96,6 +96,12 @@ def repeated(n: int, row: tuple[int, ...], seed: int, dtype: torch.dtype) -> tor
     generator = torch.Generator().manual_seed(seed)
     table = random_bits(dtype, (7, *row), seed)
     return table[torch.randint(7, (n,), generator=generator)]
+
+
+def world() -> dist.ProcessGroup:
+    found = dist.group.WORLD
+    assert found is not None
+    return found
 
 
 def error_of(work: Callable[[], Any]) -> str:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-import bitslab
 from bitslab.distributed import (
     AdaptiveBound,
     CompressedAllToAll,
@@ -21,16 +20,9 @@ from bitslab.distributed import (
     all_to_all_single,
     linear,
 )
-from bitslab.distributed.device import DeviceExchange
-from bitslab.distributed.exchange import Rows
-from bitslab.distributed.faults import Faults
 from bitslab.distributed.helpers import helper_of, timeout_of
-from bitslab.distributed.stats import Counters
 from bitslab.engine.advisor import network_model
-from bitslab.engine.codecs.vectors import decode_body, encode_body
-from bitslab.engine.kernels.vector_chunks import VectorOptions
-from bitslab.engine.kernels.vector_format import raw_body_bytes
-from tests.distributed.ranks import error_of, splits
+from tests.distributed.ranks import error_of, splits, world
 
 #: Backward passes whose gradients are rounded.
 CALLS = 20
@@ -269,120 +261,9 @@ def decisions(rank: int, ranks: int) -> dict[str, Any]:
     return seen
 
 
-class CpuCoder:
-    """The codec's bodies of tensors on the CPU, behind the arguments of the kernels."""
-
-    def encode_vectors(
-        self, values: Sequence[torch.Tensor], options: Sequence[VectorOptions], out: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        offsets, sizes = [0], []
-        for t, option in zip(values, options, strict=True):
-            bound = option.bound
-            if bound and option.relative:
-                bound *= float(t.max() - t.min())
-            body = out[offsets[-1] :].numpy()
-            body = body[: raw_body_bytes(t.nbytes)]
-            sizes.append(encode_body(t, bound, option.window, body, references=option.references))
-            offsets.append(-(-(offsets[-1] + sizes[-1]) // 16) * 16)
-        return torch.tensor(offsets), torch.tensor(sizes)
-
-    def decode_vectors(
-        self, bodies: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], bounded: Sequence[bool]
-    ) -> None:
-        for body, out, codes in zip(bodies, outs, bounded, strict=True):
-            assert body.data_ptr() % 4 == 0
-            decode_body(body.numpy(), out, bounded=codes)
-
-
-def as_on_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
-    """The exchange of tensors on a GPU, with the CPU's codec and gloo in place of its own."""
-    helper = helper_of(_world())
-    planned = [*TABLES, Table("odd", 7, torch.uint8), Table("few", 5)]
-    seen: dict[str, Any] = {}
-
-    def exchange(bound: float, faults: Faults, wrong: int = 0) -> tuple[list[Rows], DeviceExchange]:
-        tables = []
-        for i, table in enumerate(planned):
-            received, sent = splits(rank, ranks, i)
-            sent = [n + wrong * (to == 1) for to, n in enumerate(sent)]
-            t = rows_of(table, sum(sent), 10 * rank + i)
-            out = torch.zeros(sum(received), table.row_elements, dtype=table.dtype)
-            limit = bound if table.dtype == torch.float32 else 0.0
-            tables.append(Rows(t, out, sent, received, limit, relative=True, name=table.name))
-        counters = Counters()
-        made = DeviceExchange(helper, tables, counters, faults, numbers=[rank], coder=CpuCoder())
-        return tables, made
-
-    for bound in (0.0, 0.02):
-        tables, made = exchange(bound, Faults(lasting=True))
-        encode_s, decode_s, moved = made.trial()
-        seen[f"numbers {bound}"] = made.run() == [[r] for r in range(ranks)]
-        equal = []
-        for i, table in enumerate(tables):
-            exact = by_torch(table.sent, list(table.receive_rows), list(table.send_rows))
-            spread = 900.0 if table.bound else 0.0
-            errors = (table.received.double() - exact.double()).abs()
-            equal.append(bool((errors <= bound * spread).all()))
-            seen[f"moved {i} {bound}"] = table.moved_bytes > 0
-        seen[f"equal {bound}"] = all(equal)
-        parts = sum(table.moved_bytes for table in tables)
-        seen[f"trial {bound}"] = moved == parts and encode_s > 0 < decode_s
-        seen[f"fewer {bound}"] = parts < sum(table.raw_bytes(rank) for table in tables)
-    faults = Faults(lasting=True)
-    # Rank 0 has rows for rank 1 that it does not expect.
-    seen["wrong"] = error_of(exchange(0.0, faults, wrong=int(rank == 0))[1].run)
-    seen["next"] = error_of(exchange(0.0, faults)[1].run)
-    seen["at once"] = error_of(exchange(0.0, faults)[1].run)
-    return seen
-
-
-def nccl(rank: int, ranks: int) -> dict[str, Any]:
-    """Rows on a GPU by function and object, of every bit and within a bound, and gradients."""
-    device = torch.device("cuda", rank)
-    received, sent = splits(rank, ranks)
-    table = torch.randn(5, 64, generator=torch.Generator().manual_seed(rank)).to(device)
-    t = table[torch.arange(sum(sent), device=device) % 5]
-    exact = torch.empty(sum(received), 64, device=device)
-    dist.all_to_all_single(exact, t, received, sent)
-    seen: dict[str, Any] = {}
-    for bound in (None, 0.05):
-        found = torch.full_like(exact, 7.0)
-        all_to_all_single(found, t, received, sent, codec="compressed", error_bound=bound)
-        limit = 0.0 if bound is None else bound * 12
-        seen[f"function {bound}"] = bool((found - exact).abs().max() <= limit)
-    asynchronous = torch.empty_like(exact)
-    all_to_all_single(asynchronous, t, received, sent, async_op=True).wait()
-    seen["asynchronous"] = torch.equal(asynchronous, exact)
-    exchange = CompressedAllToAll(tables=[Table("rows", 64), Table("none", 3)], decide_every=2)
-    weights = t.clone().requires_grad_()
-    total = torch.ones(1000, device=device)
-    for _ in range(5):
-        weights.grad = None
-        out = exchange.exchange_tables({"rows": weights}, {"rows": received}, {"rows": sent})
-        dist.all_reduce(total)  # beside the helper's communicator
-        (out["rows"] * (rank + 1)).sum().backward()
-        seen["object"] = torch.equal(out["rows"], exact)
-    assert weights.grad is not None
-    factors = torch.repeat_interleave(torch.arange(ranks) + 1.0, torch.tensor(sent)).to(device)
-    seen["gradient"] = torch.equal(weights.grad, factors[:, None].expand(-1, 64))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-        total.add_(1)  # torch warns of graphs that hold nothing
-        seen["capture"] = error_of(lambda: all_to_all_single(found, t, received, sent))
-    seen["stats"] = exchange.stats()
-    bitslab.raise_pending_errors()
-    return seen
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
-
-
 def network(rank: int, ranks: int) -> dict[str, Any]:
     """The model of a group is the same on all ranks, and the second one is read from the cache."""
-    found, again = (network_model(_world(), torch.device("cpu")) for _ in range(2))
+    found, again = (network_model(world(), torch.device("cpu")) for _ in range(2))
     models: list[Any] = [None] * ranks
     dist.all_gather_object(models, found)
     alone = [dist.new_group([r]) for r in range(ranks)][rank]
@@ -448,8 +329,6 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
         rounded_gradients,
         function_by_ids,
         decisions,
-        as_on_a_gpu,
-        nccl,
         network,
         timeout,
         threads,

@@ -15,10 +15,14 @@ from bitslab.distributed.wire import (
     descriptor,
     read_descriptor,
 )
+from tests.distributed.device_ranks import ON_DEVICE
 from tests.distributed.ranks import run_checks, run_ranks
 
 two_and_three = pytest.mark.parametrize("ranks", [2, 3])
-CHECKS = ("lossless", "bounded", "subgroup", "asynchronous", "gradients", "disagreement")
+CHECKS = (
+    *("lossless", "bounded", "subgroup", "asynchronous", "gradients", "disagreement"),
+    "as_on_a_gpu_too",
+)
 
 Seen = dict[str, list[Any]]
 
@@ -35,6 +39,23 @@ def seen_by(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Seen]:
     }
 
 
+@pytest.fixture(scope="module")
+def seen_alone(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What one rank saw whose rows for itself cross."""
+    return run_ranks("alone", 1, tmp_path_factory.mktemp("ranks"))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("check", [*ON_DEVICE, "tables", "gradients_of_tables"])
+def test_rows_that_are_coded_where_they_are(
+    check: str, ranks: int, seen_by: dict[int, Seen], seen_alone: list[Any]
+) -> None:
+    for seen in seen_by[ranks]["as_on_a_gpu_too"] if ranks > 1 else seen_alone:
+        of_check = {**seen.get(check, {"none": True})}
+        of_check.pop("error", None)  # of `tables`, where test_tables.py looks
+        assert of_check and all(of_check.values()), of_check
+
+
 @two_and_three
 @pytest.mark.parametrize("check", ["lossless", "bounded", "subgroup"])
 def test_what_comes_is_what_torch_delivers(
@@ -49,12 +70,19 @@ def test_asynchronous_exchanges_run_beside_other_collectives(
     ranks: int, seen_by: dict[int, Seen]
 ) -> None:
     expected = {"waited": True, "equal": True, "done": True, "total": float(ranks**4)}
-    assert seen_by[ranks]["asynchronous"] == [expected] * ranks
+    for seen in by_both(ranks, "asynchronous", seen_by):
+        assert seen == [expected] * ranks
+
+
+def by_both(ranks: int, check: str, seen_by: dict[int, Seen]) -> tuple[list[Any], list[Any]]:
+    """Return what ranks saw of a check, and what they saw with rows coded as on a GPU."""
+    as_on_a_gpu = [seen[check] for seen in seen_by[ranks]["as_on_a_gpu_too"]]
+    return seen_by[ranks][check], as_on_a_gpu
 
 
 @two_and_three
 def test_gradients_are_those_of_torch(ranks: int, seen_by: dict[int, Seen]) -> None:
-    for seen in seen_by[ranks]["gradients"]:
+    for seen in [s for of_ranks in by_both(ranks, "gradients", seen_by) for s in of_ranks]:
         assert seen["loss"] and seen["equal"] and seen["summed"] and seen["bounded"], seen
         for way in ("forward", "backward"):
             stats = seen["stats"][way]
@@ -66,19 +94,23 @@ def test_gradients_are_those_of_torch(ranks: int, seen_by: dict[int, Seen]) -> N
 
 @two_and_three
 def test_ranks_that_disagree_all_raise_and_go_on(ranks: int, seen_by: dict[int, Seen]) -> None:
-    found = seen_by[ranks]["disagreement"]
     reasons = {
         "rows": ("4 rows expected, 6 are sent", "6 rows sent, 4 are expected"),
         "row": ("2 elements a row, here they are 3", "3 elements a row, here they are 2"),
         "dtype": ("dtype float32, here it is float64", "dtype float64, here it is float32"),
     }
-    for what, (first, second) in reasons.items():
-        for rank, text in enumerate((first, second)):
-            assert found[rank][what].startswith("ExchangeError: sizes stage: rank"), found
-            assert text in found[rank][what] and found[rank][f"{what} kept"] == "True"
-        # What a third rank receives fits, unless rank 0 has other rows for it too.
-        for seen in found[2:]:
-            assert (seen[what] == "no error") == (what == "rows")
+    for found in by_both(ranks, "disagreement", seen_by):
+        for what, (first, second) in reasons.items():
+            for rank, text in enumerate((first, second)):
+                assert found[rank][what].startswith("ExchangeError: sizes stage: rank"), found
+                assert text in found[rank][what] and found[rank][f"{what} kept"] == "True"
+            # What a third rank receives fits, unless rank 0 has other rows for it too.
+            for seen in found[2:]:
+                assert (seen[what] == "no error") == (what == "rows")
+        check_what_follows(ranks, found)
+
+
+def check_what_follows(ranks: int, found: list[Any]) -> None:
     for rank, seen in enumerate(found):
         # Where a rank agreed with both, all raise in the next call; else all know at once.
         if ranks == 3 and rank == 2:
@@ -94,7 +126,8 @@ def test_ranks_that_disagree_all_raise_and_go_on(ranks: int, seen_by: dict[int, 
 
 @two_and_three
 def test_an_object_is_of_no_use_behind_a_disagreement(ranks: int, seen_by: dict[int, Seen]) -> None:
-    for rank, seen in enumerate(seen_by[ranks]["disagreement"]):
+    both = by_both(ranks, "disagreement", seen_by)
+    for rank, seen in ((rank, seen) for found in both for rank, seen in enumerate(found)):
         if rank == 2:
             assert seen["object"] == "no error"
             assert "an earlier exchange failed on ranks 0, 1" in seen["object next"]

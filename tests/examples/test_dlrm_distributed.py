@@ -115,6 +115,7 @@ def test_one_rank_trains_alone(tmp_path: Path) -> None:
             ["--torchrec", "--exchange", "int8", "--embedding-dim", "8"],
             "argument --embedding-dim: 8; TorchRec's int8",
         ),
+        (["--codec", "raw"], "argument --codec: invalid choice: 'raw'"),
     ],
 )
 def test_bad_options_are_refused(

@@ -265,3 +265,18 @@ def test_rows_with_outliers_are_no_references():
     assert_same_bytes([BoundedVectorCodec(0.01)], [t], SimtRunner(1))
     codecs: list[Codec] = [BoundedVectorCodec(0.01), BoundedVectorCodec(0.01, window=32)]
     assert_same_bytes(codecs, [with_outliers().repeat(2, 1)] * 2, SimtRunner(0))
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_bound_is_read_where_the_rows_are(relative):
+    tensors = [rows_of(300, 8, 90), torch.randn(70, 5), torch.ones(4, 4)]
+    bounds = [torch.tensor(b, dtype=torch.float64) for b in (0.03, 0.2, 0.0)]
+    out = torch.zeros(send_bytes(tensors), dtype=torch.uint8)
+    options = [VectorOptions(guarded(bound), relative) for bound in bounds]
+    kernels = VectorEncodeKernels(SimtRunner(0))
+    offsets, sizes = kernels.encode_vectors(list(map(guarded, tensors)), options, out)
+    places = zip(tensors, bounds, offsets.tolist(), sizes.tolist(), strict=False)
+    for t, bound, start, size in places:
+        given = float(bound)
+        codec = BoundedVectorCodec(given, relative=relative) if given else VectorLzCodec()
+        assert torch.equal(out[start : start + size], expected(codec, t))

@@ -37,7 +37,8 @@ from .vector_format import (
 Array = np.ndarray[Any, Any]
 
 #: Bits of the flags of a chunk; from WINDOW_AT on stands the window.
-BOUNDED, FRAMED, RELATIVE, REFERENCES, COMPLEX, WINDOW_AT = 1, 2, 4, 8, 16, 16
+BOUNDED, FRAMED, RELATIVE, REFERENCES, COMPLEX, BOUND_THERE = 1, 2, 4, 8, 16, 32
+WINDOW_AT = 16
 #: Bytes of what kernels find out about a body, and of a table to look codes up in.
 STATE_BYTES, TABLE_BYTES = 256, 4 << CODE_LIMIT_BITS
 #: One more than the most real numbers of a chunk: kernels divide numbers of 32 bits, and number the
@@ -107,6 +108,7 @@ _DEFINES: dict[str, int | str] = {
     "FLAG_RELATIVE": RELATIVE,
     "FLAG_REFERENCES": REFERENCES,
     "FLAG_COMPLEX": COMPLEX,
+    "FLAG_BOUND_THERE": BOUND_THERE,
     "WINDOW_AT": WINDOW_AT,
 }
 
@@ -121,14 +123,16 @@ def vector_settings(width: int, kind: int) -> tuple[tuple[str, int | str], ...]:
     return (("CHUNK_BYTES", width), ("KIND", max(known, 0)), coded, *_DEFINES.items())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class VectorOptions:
     """How a tensor is encoded.
 
     Parameters
     ----------
-    bound : float
-        How far a decoded finite element may be from the given one; 0: every bit is kept.
+    bound : float or torch.Tensor
+        How far a decoded finite element may be from the given one; 0: every bit is kept. A tensor
+        of float64 without dimensions is on the tensor's device, is read there, and lives until the
+        kernels are queued.
     relative : bool
         Whether that is a share of the largest less the least finite value.
     window : int or None
@@ -137,16 +141,29 @@ class VectorOptions:
         Whether equal rows are looked for.
     """
 
-    bound: float = 0.0
+    bound: float | torch.Tensor = 0.0
     relative: bool = False
     window: int | None = None
     references: bool = True
 
     @property
+    def bounded(self) -> bool:
+        """Whether there is a bound; one on a device may be 0."""
+        return isinstance(self.bound, torch.Tensor) or self.bound > 0
+
+    @property
+    def bound_bits(self) -> int:
+        """The bits of the bound as int64, or its address."""
+        if isinstance(self.bound, torch.Tensor):
+            return self.bound.data_ptr()
+        return int(np.float64(self.bound).view(np.int64))
+
+    @property
     def flags(self) -> int:
         """What a chunk says of them."""
-        found = BOUNDED if self.bound > 0 else 0
-        found |= RELATIVE if self.relative and self.bound > 0 else 0
+        found = BOUNDED if self.bounded else 0
+        found |= BOUND_THERE if isinstance(self.bound, torch.Tensor) else 0
+        found |= RELATIVE if self.relative and self.bounded else 0
         found |= REFERENCES if self.references else 0
         return found | (self.window or 0) << WINDOW_AT
 
@@ -220,7 +237,7 @@ class VectorPlan:
         """
         rows, numbers = _counts(shapes, dtype, len(options), MOST_ENCODED)
         flags = np.array([each.flags for each in options], np.int64)
-        bounds = np.array([each.bound for each in options], np.float64)
+        bounds = np.array([each.bound_bits for each in options], np.int64)
         scratch = _encode_scratch(rows, numbers, flags)
         return cls._of(shapes, dtype, rows, numbers, flags, form, bounds, scratch)
 
@@ -249,7 +266,9 @@ class VectorPlan:
         rows, numbers = _counts(shapes, dtype, len(bounded), MOST_DECODED)
         flags = np.array(bounded, np.int64) * BOUNDED
         scratch = _decode_scratch(rows, numbers)
-        return cls._of(shapes, dtype, rows, numbers, flags, form, np.zeros(len(rows)), scratch)
+        return cls._of(
+            shapes, dtype, rows, numbers, flags, form, np.zeros(len(rows), np.int64), scratch
+        )
 
     @classmethod
     def _of(
@@ -269,7 +288,7 @@ class VectorPlan:
         found[:, 5] = flags | (COMPLEX if dtype.is_complex else 0)
         found[:, 5] |= FRAMED if form is not None else 0
         found[:, 6] = form or 0
-        found[:, 7] = bounds.view(np.int64)
+        found[:, 7] = bounds
         sizes = -(-np.stack(scratch, 1) // 16) * 16
         ends = np.cumsum(sizes.reshape(-1))
         found[:, _SCRATCH_AT:] = (ends - sizes.reshape(-1)).reshape(sizes.shape)

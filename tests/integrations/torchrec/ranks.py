@@ -524,9 +524,10 @@ def run_checks(
 
 def outcomes_of(module: Any, folder: str) -> dict[str, dict[int, str]]:
     """Run the checks of a module on both ranks; return what each raised, by rank."""
-    # Both ranks begin in forks of one process that has imported TorchRec.
+    # Both ranks begin in forks of one process that has imported TorchRec, and loaded the codecs.
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, module.__name__])
+    modules = [__name__, module.__name__, "torch._dynamo", "tests.distributed.warm"]
+    context.set_forkserver_preload(modules)
     found: dict[str, dict[int, str]] = {name: {} for name in module.CHECKS}
     results = context.Queue()
     workers = [

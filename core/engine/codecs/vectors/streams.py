@@ -21,7 +21,7 @@ from ...kernels.vector_format import (
     size_words,
     stream_words,
 )
-from ..huffman import canonical_codes, check_lengths, code_lengths, expected_bits, lookup_table
+from ..huffman import code_lengths, expected_bits
 
 Array = np.ndarray[Any, Any]
 
@@ -54,8 +54,8 @@ class Book:
     def write(self, codes: Array, least: int) -> list[Array]:
         """Return book and stream of int16 or int32 codes ``[n]``, uint32 each."""
         kernels = code_streams()
-        lengths = self.lengths.astype(np.uint32)
-        table = reversed_bits(canonical_codes(self.lengths), lengths) | lengths << np.uint32(16)
+        table = np.empty(len(self.lengths), np.uint32)
+        call(kernels.fill_table, self.lengths, table)
         pieces = pieces_of(len(codes))
         sizes = np.zeros(pieces, np.uint32)
         given = (codes, least, table)
@@ -111,20 +111,6 @@ def _aligned_words(data: Array) -> Array:
     return (data if data.ctypes.data % 4 == 0 else data.copy()).view(np.uint32)
 
 
-def reversed_bits(codes: Array, lengths: Array | np.uint32) -> Array:
-    """Return codes, uint32 ``[n]``, with their first bit lowest."""
-    found = np.zeros_like(codes)
-    for bit in range(CODE_LIMIT_BITS):
-        found = found << np.uint32(1) | (codes >> np.uint32(bit)) & np.uint32(1)
-    return np.asarray(found >> (np.uint32(CODE_LIMIT_BITS) - lengths))
-
-
-#: Where the next bits, the first one lowest, stand in a table that has the first one highest.
-_REVERSED = reversed_bits(
-    np.arange(1 << CODE_LIMIT_BITS, dtype=np.uint32), np.uint32(CODE_LIMIT_BITS)
-)
-
-
 class Reader:
     """Sections of a body, one after the other.
 
@@ -168,13 +154,9 @@ class Reader:
     def stream(self, count: int, symbols: int) -> Array:
         """Return the symbols, uint16 ``[count]``, of a book and a stream."""
         lengths = self.fields(symbols, LENGTH_BITS, np.uint8)
-        try:
-            check_lengths(lengths, CODE_LIMIT_BITS)
-        except CorruptedDataError as error:
-            raise damaged(str(error)) from None
-        found, bits = lookup_table(lengths, CODE_LIMIT_BITS)
-        lookup = (found.astype(np.uint16) << np.uint16(4) | bits)[_REVERSED]
-        lookup[bits[_REVERSED] == 0] = 0
+        lookup = np.empty(1 << CODE_LIMIT_BITS, np.uint16)
+        if not call(code_streams().fill_lookup, lengths, lookup):
+            raise damaged("code lengths: one is too long, or they are no prefix code")
         pieces = pieces_of(count)
         sizes = self.words(size_words(count)).view(np.uint16)
         starts = np.zeros(pieces + 1, np.int64)

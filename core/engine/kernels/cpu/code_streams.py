@@ -29,6 +29,68 @@ def count_codes(codes, least, counts, begin, end):
 
 
 @njit(nogil=True, cache=True)
+def begin_codes(lengths, codes):
+    """Write of each length, int64 ``[16]``, the first canonical code; return whether there is one.
+
+    ``lengths`` are uint8, none beyond CODE_LIMIT_BITS, 0 of symbols without a code.
+    """
+    counts = np.zeros(16, np.int64)
+    for length in lengths:
+        if length > CODE_LIMIT_BITS:
+            return False
+        counts[length] += 1
+    code, room = np.int64(0), np.int64(0)
+    for length in range(1, CODE_LIMIT_BITS + 1):
+        codes[length] = code
+        code = (code + counts[length]) << 1
+        room += counts[length] << (CODE_LIMIT_BITS - length)
+    return room <= 1 << CODE_LIMIT_BITS
+
+
+@njit(nogil=True, cache=True)
+def reversed_code(code, length):
+    """Return a code with its first bit lowest."""
+    found = np.int64(0)
+    for _ in range(length):
+        found = (found << 1) | (code & 1)
+        code >>= 1
+    return found
+
+
+@njit(nogil=True, cache=True)
+def fill_table(lengths, table):
+    """Write ``table`` of canonical codes of these lengths; return whether they are a code."""
+    codes = np.zeros(16, np.int64)
+    if not begin_codes(lengths, codes):
+        return False
+    for symbol in range(len(lengths)):
+        length = np.int64(lengths[symbol])
+        table[symbol] = length << 16
+        if length:
+            table[symbol] |= np.uint32(reversed_code(codes[length], length))
+            codes[length] += 1
+    return True
+
+
+@njit(nogil=True, cache=True)
+def fill_lookup(lengths, lookup):
+    """Write ``lookup`` of canonical codes of these lengths; return whether they are a code."""
+    codes = np.zeros(16, np.int64)
+    if not begin_codes(lengths, codes):
+        return False
+    lookup[:] = 0
+    for symbol in range(len(lengths)):
+        length = np.int64(lengths[symbol])
+        if length:
+            entry = np.uint16((symbol << np.int64(ENTRY_BITS)) | length)
+            first = reversed_code(codes[length], length)
+            for at in range(first, 1 << CODE_LIMIT_BITS, 1 << length):
+                lookup[at] = entry
+            codes[length] += 1
+    return True
+
+
+@njit(nogil=True, cache=True)
 def measure_pieces(codes, least, table, words, begin, end):
     """Write the words of the pieces begin..end."""
     for piece in range(begin, end):

@@ -11,6 +11,7 @@ from ..vector_format import MOST_CODE, NO_CODE
 from .floats import (
     BFLOAT16,
     FLOAT16,
+    FLOAT32,
     brain_bits,
     float_of,
     float_of_brain,
@@ -64,22 +65,45 @@ def quantise(x, kind, step, inverse, bound, codes, found, begin, end):
     ``step`` and ``inverse`` are float32, ``bound`` is float64. To ``found`` go the least and the
     largest code, and how many values have none.
     """
-    least, largest, outliers = np.int64(MOST_CODE), np.int64(-MOST_CODE), np.int64(0)
-    most = np.float32(MOST_CODE)
-    for i in range(begin, end):
-        value = value_of(x[i], kind)
+    if kind == FLOAT32:
+        quantise_wide(x[begin:end].view(np.float32), step, inverse, bound, codes[begin:end])
+    else:
+        most = np.float32(MOST_CODE)
+        for i in range(begin, end):
+            value = value_of(x[i], kind)
+            scaled = np.rint(value * inverse)
+            code = np.int64(NO_CODE)
+            if abs(scaled) <= most:  # not of NaN
+                decoded = rounded(scaled * step, kind)
+                if abs(np.float64(value) - np.float64(decoded)) <= bound:
+                    code = np.int64(scaled)
+            codes[i] = code
+    range_of_codes(codes[begin:end], found)
+
+
+@njit(nogil=True, cache=True)
+def quantise_wide(values, step, inverse, bound, codes):
+    """Write the codes of float32 without a branch: several at once."""
+    most, none = np.float32(MOST_CODE), np.float32(NO_CODE)
+    for i in range(values.shape[0]):
+        value = values[i]
         scaled = np.rint(value * inverse)
-        code = np.int64(NO_CODE)
-        if abs(scaled) <= most:  # not of NaN
-            decoded = rounded(scaled * step, kind)
-            if abs(np.float64(value) - np.float64(decoded)) <= bound:
-                code = np.int64(scaled)
-        if code == NO_CODE:
-            outliers += 1
-        else:
-            least = min(least, code)
-            largest = max(largest, code)
-        codes[i] = code
+        error = abs(np.float64(value) - np.float64(scaled * step))
+        codes[i] = np.int32(scaled if (abs(scaled) <= most) & (error <= bound) else none)
+
+
+@njit(nogil=True, cache=True)
+def range_of_codes(codes, found):
+    """Write the least and the largest code to ``found``, and how many values have none."""
+    least, largest, outliers = np.int16(MOST_CODE), np.int16(-MOST_CODE), np.int64(0)
+    for i in range(codes.shape[0]):
+        code = codes[i]
+        none = code == np.int16(NO_CODE)
+        outliers += np.int64(none)
+        low = np.int16(MOST_CODE) if none else code
+        high = np.int16(-MOST_CODE) if none else code
+        least = low if low < least else least
+        largest = high if high > largest else largest
     found[0] = least
     found[1] = largest
     found[2] = outliers

@@ -66,7 +66,8 @@ __device__ __forceinline__ void load_numbers(const Chunk& chunk, i64 first, i64 
 }
 // The bound of a chunk; called by a whole warp.
 __device__ double bound_of(const Chunk& chunk, const Draft* draft) {
-  const double given = *(const double*)&chunk.bound;
+  const bool there = chunk.flags & FLAG_BOUND_THERE;
+  const double given = there ? *(const double*)chunk.bound : *(const double*)&chunk.bound;
   if (!(chunk.flags & FLAG_RELATIVE)) return given;
   u32 least = FULL, largest = 0;
   for (u32 part = threadIdx.x & 31; part < draft->range_parts; part += 32) {

@@ -7,7 +7,7 @@ struct Chunk {
   i64 rows, row;         // its rows, elements of each
   i64 flags;             // FLAG_*, and from bit WINDOW_AT on the window
   i64 form;              // what a header has at byte 16
-  i64 bound;             // the bits of a double
+  i64 bound;             // the bits of a double, or the address of one
   // Scratch memory. Where there are two, the first is that of decoding.
   i64 state;       // Body; Draft
   i64 tables;      // two to look codes up in; codes, counts, ranges

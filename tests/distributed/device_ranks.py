@@ -1,0 +1,418 @@
+"""What ranks check of exchanges that are coded where the rows are: on a GPU, or as if on one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import bitslab
+from bitslab.distributed import CompressedAllToAll, ErrorBound, Table, all_to_all_single, device
+from bitslab.distributed.buffers import Buffers
+from bitslab.distributed.caller import Caller
+from bitslab.distributed.device import DeviceExchange
+from bitslab.distributed.exchange import Rows
+from bitslab.distributed.faults import Faults
+from bitslab.distributed.helpers import helper_of
+from bitslab.distributed.rounding import round_stochastically
+from bitslab.distributed.stats import Counters
+from bitslab.engine.codecs.vectors import decode_body, encode_body
+from bitslab.engine.kernels.cuda import kernels_on
+from bitslab.engine.kernels.vector_chunks import VectorOptions
+from bitslab.engine.kernels.vector_format import raw_body_bytes
+from tests.distributed import ranks as of_hosts
+from tests.distributed import table_ranks
+from tests.distributed.ranks import error_of, splits, world
+from tests.distributed.table_ranks import TABLES, by_torch, rows_of
+from tests.helpers import same_bits
+
+CPU = torch.device("cpu")
+
+
+class CpuCoder:
+    """The codec's bodies of tensors on the CPU, behind the arguments of the kernels."""
+
+    def encode_vectors(
+        self, values: Sequence[torch.Tensor], options: Sequence[VectorOptions], out: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        offsets, sizes = [0], []
+        for t, option in zip(values, options, strict=True):
+            bound = float(option.bound)
+            if bound and option.relative:
+                bound *= float(t.max() - t.min())
+            body = out[offsets[-1] :].numpy()
+            body = body[: raw_body_bytes(t.nbytes)]
+            sizes.append(encode_body(t, bound, option.window, body, references=option.references))
+            offsets.append(-(-(offsets[-1] + sizes[-1]) // 16) * 16)
+        return torch.tensor(offsets), torch.tensor(sizes)
+
+    def decode_vectors(
+        self, bodies: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], bounded: Sequence[bool]
+    ) -> None:
+        for body, out, codes in zip(bodies, outs, bounded, strict=True):
+            assert body.data_ptr() % 4 == 0
+            decode_body(body.numpy(), out, bounded=codes)
+
+
+def as_on_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
+    """The exchange of tensors on a GPU, with the CPU's codec and gloo in place of its own."""
+    helper = helper_of(world())
+    planned = [*TABLES, Table("odd", 7, torch.uint8), Table("few", 5)]
+    seen: dict[str, Any] = {}
+
+    def exchange(bound: float, faults: Faults, wrong: int = 0) -> tuple[list[Rows], DeviceExchange]:
+        tables = []
+        for i, table in enumerate(planned):
+            received, sent = splits(rank, ranks, i)
+            sent = [n + wrong * (to == 1) for to, n in enumerate(sent)]
+            t = rows_of(table, sum(sent), 10 * rank + i)
+            out = torch.zeros(sum(received), table.row_elements, dtype=table.dtype)
+            limit = bound if table.dtype == torch.float32 else 0.0
+            tables.append(Rows(t, out, sent, received, limit, relative=True, name=table.name))
+        counters = Counters()
+        made = DeviceExchange(
+            helper,
+            tables,
+            counters,
+            faults,
+            buffers=Buffers(),
+            numbers=[rank],
+            coder=CpuCoder(),
+        )
+        return tables, made
+
+    for bound in (0.0, 0.02):
+        tables, made = exchange(bound, Faults(lasting=True))
+        encode_s, decode_s, moved = made.trial()
+        seen[f"numbers {bound}"] = made.run() == [[r] for r in range(ranks)]
+        equal = []
+        for i, table in enumerate(tables):
+            exact = by_torch(table.sent, list(table.receive_rows), list(table.send_rows))
+            spread = 900.0 if table.bound else 0.0
+            errors = (table.received.double() - exact.double()).abs()
+            equal.append(bool((errors <= bound * spread).all()))
+            seen[f"moved {i} {bound}"] = table.moved_bytes > 0
+        seen[f"equal {bound}"] = all(equal)
+        parts = sum(table.moved_bytes for table in tables)
+        seen[f"trial {bound}"] = moved == parts and encode_s > 0 < decode_s
+        seen[f"fewer {bound}"] = parts < sum(table.raw_bytes(rank) for table in tables)
+    faults = Faults(lasting=True)
+    # Rank 0 has rows for rank 1 that it does not expect.
+    seen["wrong"] = error_of(exchange(0.0, faults, wrong=int(rank == 0))[1].run)
+    seen["next"] = error_of(exchange(0.0, faults)[1].run)
+    seen["at once"] = error_of(exchange(0.0, faults)[1].run)
+    return seen
+
+
+@contextmanager
+def coded_where_rows_are(*, own_rows_cross: bool = False) -> Iterator[None]:
+    """Exchange tensors on the CPU as those on a GPU are; of a group of one rank its own rows."""
+    before = Caller.coded_on_device, Caller.own_rows_cross, kernels_on
+    setattr(Caller, "coded_on_device", lambda self, of: True)  # noqa: B010 - mypy
+    setattr(device, "kernels_on", lambda of: CpuCoder())  # noqa: B010 - mypy
+    Caller.own_rows_cross = own_rows_cross
+    try:
+        yield
+    finally:
+        setattr(Caller, "coded_on_device", before[0])  # noqa: B010 - mypy
+        setattr(device, "kernels_on", before[2])  # noqa: B010 - mypy
+        Caller.own_rows_cross = before[1]
+
+
+def as_on_a_gpu_too(rank: int, ranks: int) -> dict[str, Any]:
+    """What ranks check of tensors on the CPU, with those on a GPU in their place."""
+    seen: dict[str, Any] = {}
+    with coded_where_rows_are():
+        for check in (
+            of_hosts.asynchronous,
+            of_hosts.gradients,
+            of_hosts.disagreement,
+            table_ranks.tables,
+            table_ranks.gradients_of_tables,
+        ):
+            seen[check.__name__] = check(rank, ranks)
+        seen |= on_device(rank, ranks, CPU)
+    return seen
+
+
+def alone(rank: int, ranks: int) -> dict[str, Any]:
+    """One rank, whose rows for itself cross."""
+    with coded_where_rows_are(own_rows_cross=True):
+        return on_device(rank, ranks, CPU)
+
+
+def on_device(rank: int, ranks: int, there: torch.device) -> dict[str, Any]:
+    """All that exchanges of rows on a device can do, by ON_DEVICE."""
+    return {name: check(rank, ranks, there) for name, check in ON_DEVICE.items()}
+
+
+def crossed(t: torch.Tensor, received: list[int], sent: list[int]) -> torch.Tensor:
+    """Return what torch's own collective delivers, of any bits."""
+    given = t.detach().contiguous().view(torch.uint8)
+    found = torch.empty(sum(received), *given.shape[1:], dtype=torch.uint8, device=t.device)
+    dist.all_to_all_single(found, given, received, sent)
+    return found.view(t.dtype)
+
+
+def summed(rank: int, ranks: int, there: torch.device) -> dict[str, bool]:
+    """Rows of one id cross once, and their gradients back as sums; 16 bits, ids there or not."""
+    seen = {}
+    sizes = [60] * ranks
+    of_both = dict.fromkeys(("rows", "single"), sizes)
+    for dtype in (torch.float32, torch.bfloat16):
+        for where in (CPU, there):
+            generator = torch.Generator().manual_seed(rank)
+            ids = torch.randint(9, (sum(sizes),), generator=generator)
+            weights = torch.randn(9, 32, generator=generator).to(there, dtype).requires_grad_()
+            single = torch.randn(sum(sizes), 3, generator=generator).to(there)
+            rows = weights[ids.to(there)]
+            planned = [Table("rows", 32, dtype), Table("single", 3)]
+            exchange = CompressedAllToAll(tables=planned, codec="compressed")
+            found = exchange.exchange_tables(
+                {"rows": rows, "single": single},
+                of_both,
+                of_both,
+                row_ids={"rows": ids.to(where), "single": torch.arange(sum(sizes))},
+            )
+            key = f"{dtype} {where.type}"
+            seen[f"equal {key}"] = torch.equal(found["rows"], crossed(rows, sizes, sizes))
+            seen[f"single {key}"] = torch.equal(found["single"], crossed(single, sizes, sizes))
+            factors = (torch.arange(sum(sizes), device=there) % 13 + 1.0 + rank)[:, None]
+            (found["rows"] * factors.to(dtype)).sum().backward()
+            back = crossed(factors.expand(-1, 32), sizes, sizes)
+            wanted = torch.zeros(9, 32, dtype=torch.float64, device=there)
+            wanted.index_add_(0, ids.to(there), back.double())
+            assert weights.grad is not None
+            near = 1e-6 if dtype == torch.float32 else 0.03
+            seen[f"summed {key}"] = torch.allclose(weights.grad.double(), wanted, rtol=near)
+            stats = exchange.stats()["tables"]["rows"]
+            if ranks > 1 or Caller.own_rows_cross:
+                seen[f"fewer {key}"] = 0 < stats["moved_bytes"] < stats["raw_bytes"] / 3
+                raw_back = stats["backward_raw_bytes"]
+                seen[f"fewer back {key}"] = 0 < raw_back <= 9 * 32 * dtype.itemsize * ranks
+    differ = torch.arange(4.0 * ranks, device=there)[:, None]
+    zeros = torch.zeros(4 * ranks, dtype=torch.int64)
+    refused = error_of(lambda: CompressedAllToAll()(differ, row_ids=zeros))
+    seen["refused"] = "row_ids: rows of one id differ" in refused
+    return seen
+
+
+def in_pieces(rank: int, ranks: int, there: torch.device) -> dict[str, bool]:
+    """Pieces of three tables, of which one has fewer rows than pieces."""
+    exchange = CompressedAllToAll(tables=TABLES, pieces=3, codec="compressed")
+    inputs, receive, send, expected = {}, {}, {}, {}
+    for i, table in enumerate(TABLES):
+        receive[table.name], send[table.name] = splits(rank, ranks, i)
+        if i == 1:
+            receive[table.name] = send[table.name] = [1] * ranks
+        inputs[table.name] = rows_of(table, sum(send[table.name]), 10 * rank + i).to(there)
+        expected[table.name] = crossed(inputs[table.name], receive[table.name], send[table.name])
+    equal = []
+    for _ in range(3):
+        found = exchange.exchange_tables(inputs, receive, send)
+        equal += [torch.equal(found[name], t) for name, t in expected.items()]
+    stats = exchange.stats()
+    return {
+        "equal": all(equal),
+        "calls": stats["forward"]["calls"] == 3,
+        "mode": stats["modes"]["forward"] == "pieces",
+    }
+
+
+def rounded(rank: int, ranks: int, there: torch.device) -> dict[str, bool]:
+    """Gradients within two bounds, the bits that the CPU would draw, NaN and infinities kept."""
+    seen = {}
+    rows = 50
+    for dtype in (torch.float32, torch.float16):
+        for bound in (ErrorBound(0.05, "absolute"), ErrorBound(0.01)):
+            generator = torch.Generator().manual_seed(rank)
+            gradient = torch.randn(rows * ranks, 6, generator=generator).to(dtype)
+            gradient[-1, :3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+            exchange = CompressedAllToAll(backward=bound, seed=7, codec="compressed")
+            t = torch.zeros(rows * ranks, 6, dtype=dtype, device=there, requires_grad=True)
+            exchange(t).backward(gradient.to(there))
+            assert t.grad is not None
+            limit = bound.absolute(gradient)
+            on_host = round_stochastically(gradient, limit, 7, rank)
+            if not Caller.own_rows_cross:
+                own = slice(rank * rows, (rank + 1) * rows)
+                on_host[own] = gradient[own]
+            wanted = crossed(on_host.to(there), [rows] * ranks, [rows] * ranks)
+            key = f"{dtype} {bound.kind}"
+            seen[f"same bits {key}"] = same_bits(t.grad.cpu(), wanted.cpu())
+            errors = (on_host.double() - gradient.double()).abs()[:-1]
+            seen[f"within {key}"] = bool(errors.max() <= 2 * limit)
+            alone = ranks == 1 and not Caller.own_rows_cross
+            seen[f"rounded {key}"] = alone or bool(errors.max() > 0)
+    constant = CompressedAllToAll(backward=0.1, codec="compressed")
+    t = torch.zeros(ranks, 2, device=there, requires_grad=True)
+    constant(t).backward(torch.ones(ranks, 2, device=there))
+    seen["all equal"] = t.grad is not None and bool((t.grad == 1).all())
+    return seen
+
+
+def with_feedback(rank: int, ranks: int, there: torch.device) -> dict[str, bool]:
+    """What was lost comes back: the sum of all passes is off by one rounding alone."""
+    rows, bound, passes = 40, 0.05, 12
+    generator = torch.Generator().manual_seed(rank)
+    gradient = torch.randn(rows * ranks, 4, generator=generator).to(there)
+    exact = crossed(gradient, [rows] * ranks, [rows] * ranks)
+    kept = CompressedAllToAll(
+        backward=ErrorBound(bound, "absolute"), error_feedback=4096, codec="compressed"
+    )
+    ids = torch.arange(rows * ranks, device=there)
+    total = torch.zeros_like(exact, dtype=torch.float64)
+    for _ in range(passes):
+        t = torch.zeros(rows * ranks, 4, device=there, requires_grad=True)
+        kept(t, received_ids=ids).backward(gradient)
+        assert t.grad is not None
+        total += t.grad.double()
+    drift = (total - passes * exact.double()).abs().max()
+    return {
+        "drift": bool(drift <= 2.1 * bound),
+        "bytes": kept.stats()["feedback_bytes"] == rows * ranks * (4 * 4 + 16),
+    }
+
+
+def several_under_way(rank: int, ranks: int, there: torch.device) -> dict[str, Any]:
+    """Asynchronous exchanges beside an all-reduce, waited for in any order, plain ones too."""
+    received, sent = splits(rank, ranks)
+    given = [rows_of(Table("t", 16), sum(sent), 10 * rank + i).to(there) for i in range(4)]
+    found = [torch.full((sum(received), 16), 7.0, device=there) for _ in given]
+    total = torch.ones(1000, device=there)
+    work = []
+    for i, (t, out) in enumerate(zip(given, found, strict=True)):
+        codec, bound = ("compressed", "compressed", "raw", "auto")[i], 0.02 if i == 1 else None
+        work.append(
+            all_to_all_single(out, t, received, sent, async_op=True, codec=codec, error_bound=bound)
+        )
+        dist.all_reduce(total)
+    for each in reversed(work) if rank % 2 else work:
+        each.wait()
+    seen = {}
+    for i, (t, out) in enumerate(zip(given, found, strict=True)):
+        errors = (out - crossed(t, received, sent)).abs().max()
+        seen[f"exchange {i}"] = bool(errors <= (0.02 * 900 if i == 1 else 0))
+    seen["done"] = all(each.is_completed() for each in work)
+    seen["total"] = float(total[0]) == ranks**4
+    return seen
+
+
+def buffers(rank: int, ranks: int, there: torch.device) -> dict[str, bool]:
+    """Buffers are kept from one call to the next, and bounded."""
+    t = rows_of(Table("t", 64), 500 * ranks, rank).to(there)
+    bytes_of: dict[bool, list[int]] = {False: [], True: []}
+    for bounded, found in bytes_of.items():
+        most_bytes = 1000 if bounded else 1 << 30
+        exchange = CompressedAllToAll(codec="compressed", buffer_bytes=most_bytes)
+        for _ in range(4):
+            exchange(t.clone().requires_grad_()).sum().backward()
+            found.append(exchange.stats()["buffer_bytes"])
+    _, *kept = bytes_of[False]
+    return {
+        "kept": 0 < min(kept) == max(kept) < 4 * t.nbytes + 65536,
+        "bounded": bytes_of[True] == [0] * 4,
+    }
+
+
+def damaged(rank: int, ranks: int, there: torch.device) -> dict[str, Any]:
+    """Messages that change on their way: fields of ids, sizes of parts, bodies."""
+    of_torch = dist.all_to_all_single
+    ids = torch.arange(40 * ranks) % 5
+    rows = torch.randn(5, 16, generator=torch.Generator().manual_seed(rank))[ids].to(there)
+    sizes = [40] * ranks
+    seen: dict[str, Any] = {}
+
+    def after(at: int, value: int, call: Callable[[], Any]) -> str:
+        def exchange(output: Any, given: Any, *args: Any, **options: Any) -> Any:
+            done = of_torch(output, given, *args, **options)
+            if output.dtype == torch.uint8 and len(output) > at:
+                output[at] = value
+            return done
+
+        setattr(dist, "all_to_all_single", exchange)  # noqa: B010 - mypy
+        try:
+            call()
+            if there.type == "cuda":
+                torch.cuda.synchronize()
+                bitslab.raise_pending_errors()
+        except bitslab.BitslabError as error:
+            return f"{type(error).__name__}: {error}"
+        finally:
+            setattr(dist, "all_to_all_single", of_torch)  # noqa: B010 - mypy
+        return "no error"
+
+    for name, at, value in (("bits", 1, 40), ("field", 8, 255)):
+        exchange = CompressedAllToAll(codec="compressed")
+        call = partial(exchange, rows, row_ids=ids)
+        seen[name] = after(at, value, call).startswith("CorruptedDataError: message: ")
+        seen[f"{name} again"] = "an earlier exchange failed" in error_of(call)
+    tables = CompressedAllToAll(tables=[Table("a", 16), Table("b", 16)], codec="compressed")
+    two, of_both = {"a": rows, "b": rows}, {"a": sizes, "b": sizes}
+    said = after(3, 255, lambda: tables.exchange_tables(two, of_both, of_both))
+    seen["sizes"] = "bytes, expected 2 parts" in said
+    # On a group of its own: later calls there would raise.
+    group = dist.new_group(list(range(ranks)))
+    found = torch.full_like(rows, 7.0)
+    body = partial(all_to_all_single, found, rows, group=group, codec="compressed")
+    seen["body"] = after(0, 77, body).startswith("CorruptedDataError: ")
+    first = 0 if Caller.own_rows_cross or rank else 1
+    seen["as it was"] = bool((found[40 * first : 40 * (first + 1)] == 7).all())
+    return seen
+
+
+#: Checks by name.
+ON_DEVICE: dict[str, Callable[[int, int, torch.device], dict[str, Any]]] = {
+    check.__name__: check
+    for check in (summed, in_pieces, rounded, with_feedback, several_under_way, buffers, damaged)
+}
+
+
+def nccl(rank: int, ranks: int) -> dict[str, Any]:
+    """Rows on a GPU by function and object, of every bit and within a bound, and gradients."""
+    device = torch.device("cuda", rank)
+    received, sent = splits(rank, ranks)
+    table = torch.randn(5, 64, generator=torch.Generator().manual_seed(rank)).to(device)
+    t = table[torch.arange(sum(sent), device=device) % 5]
+    exact = torch.empty(sum(received), 64, device=device)
+    dist.all_to_all_single(exact, t, received, sent)
+    seen: dict[str, Any] = {}
+    for bound in (None, 0.05):
+        found = torch.full_like(exact, 7.0)
+        all_to_all_single(found, t, received, sent, codec="compressed", error_bound=bound)
+        limit = 0.0 if bound is None else bound * 12
+        seen[f"function {bound}"] = bool((found - exact).abs().max() <= limit)
+    exchange = CompressedAllToAll(tables=[Table("rows", 64), Table("none", 3)], decide_every=2)
+    weights = t.clone().requires_grad_()
+    total = torch.ones(1000, device=device)
+    for _ in range(5):
+        weights.grad = None
+        out = exchange.exchange_tables({"rows": weights}, {"rows": received}, {"rows": sent})
+        dist.all_reduce(total)  # beside the helper's communicator
+        (out["rows"] * (rank + 1)).sum().backward()
+        seen["object"] = torch.equal(out["rows"], exact)
+    assert weights.grad is not None
+    factors = torch.repeat_interleave(torch.arange(ranks) + 1.0, torch.tensor(sent)).to(device)
+    seen["gradient"] = torch.equal(weights.grad, factors[:, None].expand(-1, 64))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        total.add_(1)  # torch warns of graphs that hold nothing
+        seen["capture"] = error_of(lambda: all_to_all_single(found, t, received, sent))
+    seen["stats"] = exchange.stats()
+    bitslab.raise_pending_errors()
+    return seen
+
+
+def nccl_paths(rank: int, ranks: int) -> dict[str, Any]:
+    """All that exchanges can do on GPUs; of one rank its own rows cross."""
+    Caller.own_rows_cross = ranks == 1
+    return on_device(rank, ranks, torch.device("cuda", rank))
+
+
+CHECKS: dict[str, Callable[[int, int], Any]] = {
+    f.__name__: f for f in (as_on_a_gpu, as_on_a_gpu_too, alone, nccl, nccl_paths)
+}

@@ -1,0 +1,87 @@
+"""Buffers of messages: lent once, kept, bounded, none of them a forked child's."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from bitslab.distributed.buffers import MOST_AGE, MOST_SPARE, Buffers
+
+CPU = torch.device("cpu")
+
+
+def test_a_buffer_that_came_back_is_lent_again() -> None:
+    kept = Buffers()
+    first, second = kept.take(100_000, CPU), kept.take(100_000, CPU)
+    assert len(first) >= 100_000 and first.data_ptr() != second.data_ptr()
+    assert kept.nbytes == first.nbytes + second.nbytes and kept.kept_bytes == 0
+    kept.give(first)
+    assert kept.kept_bytes == first.nbytes and kept.nbytes == first.nbytes + second.nbytes
+    assert kept.take(90_000, CPU).data_ptr() == first.data_ptr()
+    kept.forget(second)
+    assert kept.nbytes == first.nbytes
+
+
+def test_the_smallest_that_fits_is_lent_and_none_that_is_far_too_large() -> None:
+    kept = Buffers()
+    sizes = (1 << 20, 1 << 17, 1 << 18)
+    taken = [kept.take(n, CPU) for n in sizes]
+    kept.give(*taken)
+    assert kept.take(1 << 17, CPU).data_ptr() == taken[1].data_ptr()
+    assert kept.take((1 << 17) + 1, CPU).data_ptr() == taken[2].data_ptr()
+    assert kept.take((1 << 20) // MOST_SPARE - 5000, CPU).data_ptr() != taken[0].data_ptr()
+    assert kept.take(1 << 20, CPU).data_ptr() == taken[0].data_ptr()
+
+
+@pytest.mark.parametrize("most_bytes", [0, 300_000])
+def test_what_is_kept_is_bounded(most_bytes: int) -> None:
+    kept = Buffers(most_bytes)
+    taken = [kept.take(100_000, CPU) for _ in range(5)]
+    for data in taken:
+        kept.give(data)
+        assert kept.kept_bytes <= most_bytes
+    assert (kept.kept_bytes > 0) == (most_bytes > 0)
+
+
+def test_what_nobody_asks_for_goes() -> None:
+    kept = Buffers()
+    kept.give(kept.take(1 << 24, CPU))
+    for _ in range(MOST_AGE + 2):
+        kept.give(kept.take(1000, CPU))
+    assert kept.nbytes == 4096
+
+
+def test_threads_never_have_the_same_buffer() -> None:
+    kept = Buffers()
+    wrong = []
+
+    def work(number: int) -> None:
+        for _ in range(200):
+            data = kept.take(5000, CPU)
+            data.fill_(number)
+            if not bool((data == number).all()):
+                wrong.append(number)
+            kept.give(data)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong and kept.nbytes == kept.kept_bytes
+
+
+def test_a_forked_child_begins_with_none() -> None:
+    kept = Buffers()
+    data = kept.take(5000, CPU)
+    kept.give(kept.take(50_000, CPU))
+    with kept._lock:  # as a thread of the parent might have it
+        child = os.fork()
+        if child == 0:
+            found = kept.take(5000, CPU)
+            os._exit(int(not (kept.nbytes == found.nbytes and kept.kept_bytes == 0)))
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert kept.nbytes > data.nbytes
