@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from bitslab.engine.kernels.cpu import typed_products
-from bitslab.engine.kernels.cuda.product_source import PackedRows
 from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, NO_ERROR
 from bitslab.engine.kernels.cuda.source import Variant
 from bitslab.engine.kernels.cuda.typed_gemm import TypedGemmKernels, TypedTiles
 from bitslab.engine.kernels.format import MAX_SLABS
-from bitslab.engine.kernels.typed_products import GRADIENT_DEPTH, TILE_COLUMNS
+from bitslab.engine.kernels.typed_products import GRADIENT_DEPTH, TILE_COLUMNS, PackedRows
 from tests.engine.kernels.cases import cache_of, make_case, table_of
 from tests.simt.module import guarded
 from tests.simt.runner import SimtRunner

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+from .format import CacheStorage, RowLayout, TableStorage
 
 TILE_ROWS = 32  # of one type, that a block multiplies at once
 TILE_COLUMNS = 64  # of a weight
@@ -41,3 +45,33 @@ def slice_bytes(value_bytes: int) -> int:
     """Return the bytes of the two slices of a weight."""
     sizes = PRODUCT_DEFINES[value_bytes]
     return 2 * sizes["SLICE_DEPTH"] * sizes["SLICE_STRIDE"] * value_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Rows of a table as a typed product reads them, on one GPU.
+
+    Parameters
+    ----------
+    table : TableStorage
+        Packed rows, one item each; the words may lie in page-locked host memory.
+    layout : RowLayout
+        How they are packed, or those of the cache where the table is raw.
+    dtype : torch.dtype
+        Of their elements.
+    cache : CacheStorage or None
+        Rows that its map holds are taken from its slabs.
+    counters : torch.Tensor or None
+        As for `RowKernels.gather`.
+    """
+
+    table: TableStorage
+    layout: RowLayout
+    dtype: torch.dtype
+    cache: CacheStorage | None = None
+    counters: torch.Tensor | None = None
+
+    @property
+    def max_words(self) -> int:
+        """Words that a row's place in shared memory holds."""
+        return max(self.table.max_words, 0 if self.cache is None else self.cache.max_words)

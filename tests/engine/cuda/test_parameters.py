@@ -15,7 +15,16 @@ from bitslab.engine.codecs import Lz4Codec
 from bitslab.engine.codecs.base import first_bad_id
 from bitslab.engine.codecs.vectors import decode_body, encode_body
 from bitslab.engine.kernels import cpu, cuda
-from bitslab.engine.kernels.cpu import attend, bags, blob_copy, blobs, ids, slots, typed_products
+from bitslab.engine.kernels.cpu import (
+    attend,
+    bags,
+    blob_copy,
+    blobs,
+    ids,
+    segment_sums,
+    slots,
+    typed_products,
+)
 from bitslab.engine.kernels.cuda.frames import BoundKernel
 from bitslab.engine.kernels.cuda.map import FindIds
 from bitslab.engine.kernels.cuda.parameters import Kind, Parameters, in_order, kinds_of
@@ -41,6 +50,7 @@ TWINS: dict[str, Any] = {
     "count_slots": slots.count_slots,
     "count_values": cpu.frequent_values,
     "count_zeros": cpu.count_zeros,
+    "dot_entries": segment_sums.dot_entries,
     "decode_csr": cpu.decode_csr,
     "decode_long_rows": cpu.decode_rows,
     "decode_rle": cpu.decode_rle,
@@ -96,7 +106,10 @@ TWINS: dict[str, Any] = {
     "rewrite_rows": cpu.rewrite_rows,
     "rows_of_keys": ids.rows_of_keys,
     "sizes_by_option": cpu.sizes_by_option,
+    "softmax_segments": segment_sums.softmax_segments,
+    "softmax_segments_gradient": segment_sums.softmax_segments_gradient,
     "sound_offsets": bags.sound_offsets,
+    "sum_segments": segment_sums.sum_segments,
     "top_values": cpu.frequent_values,
     "unpack_rest": blobs.check_header,
 }

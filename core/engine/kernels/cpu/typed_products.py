@@ -61,7 +61,8 @@ def multiply_rows(
     Parameters
     ----------
     x : torch.Tensor or table
-        ``[N, K]``, or ``[N, H, K]`` with a weight for each head.
+        ``[N, K]``, or ``[N, H, K]`` with a weight for each head; converted to the weight's dtype
+        block by block.
     weight : torch.Tensor
         ``[types, K, M]``, or ``[types, H, K, M]``.
     bounds : sequence of int
@@ -73,7 +74,8 @@ def multiply_rows(
     scale : torch.Tensor, optional
         ``[rows]``: what each row of the product is multiplied by.
     """
-    for r, begin, end, rows in blocks(x, bounds, index, out.device):
+    for r, begin, end, decoded in blocks(x, bounds, index, out.device):
+        rows = decoded.to(weight.dtype)
         plain = scatter is None and scale is None
         if plain and rows.ndim == 2:
             torch.mm(rows, weight[r], out=out[begin:end])
@@ -96,7 +98,8 @@ def multiply_gradient(
     index: torch.Tensor | None = None,
 ) -> None:
     """Add to `out`, shaped like the weight of `multiply_rows`, the weight's gradient, from `g`."""
-    for r, begin, end, rows in blocks(x, bounds, index, g.device):
+    for r, begin, end, decoded in blocks(x, bounds, index, g.device):
+        rows = decoded.to(g.dtype)
         if rows.ndim == 2:
             out[r].addmm_(rows.t(), g[begin:end])
         else:

@@ -25,6 +25,7 @@ from .quantized import TileKernels
 from .rewrite import RewriteKernels
 from .rle import RleKernels
 from .runner import Runner
+from .segment_sums import SegmentKernels
 from .slots import SlotKernels
 from .typed_gemm import TypedGemmKernels
 from .unpack import UnpackKernels
@@ -59,6 +60,8 @@ class CudaKernels:
         Moves rows between a cache and the host.
     bags : BagKernels
         Pools bags of rows.
+    segments : SegmentKernels
+        Sums over the entries of sparse matrices.
     typed : TypedGemmKernels
         Multiplies rows by the weight of their type.
     """
@@ -69,6 +72,7 @@ class CudaKernels:
         self.slots = SlotKernels(runner)
         self.exchange = ExchangeKernels(runner)
         self.bags = BagKernels(runner)
+        self.segments = SegmentKernels(runner)
         self.typed = TypedGemmKernels(runner)
         self.count_bits = CountKernels(runner).count_bits
         self.count_zeros = ZeroKernels(runner).count_zeros

@@ -9,12 +9,9 @@ import torch
 from ..format import (
     BUCKET_ENTRIES,
     PAD_WORDS,
-    CacheStorage,
-    RowLayout,
-    TableStorage,
     read_together,
 )
-from ..typed_products import TILE_ROWS, shared_row_bytes, slice_bytes
+from ..typed_products import TILE_ROWS, PackedRows, shared_row_bytes, slice_bytes
 from .parameters import Address, Int32, Int64, Parameters, UInt32, Value
 from .source import AnyVariant, typed_gemm_variant
 from .tiles import (
@@ -73,50 +70,21 @@ class SourceParameters(Parameters):
     bfloat: Int32
 
 
-@dataclass(frozen=True, eq=False)
-class PackedRows:
-    """Rows of a table as a typed product reads them, on one GPU.
+def staged(x: PackedRows) -> TileShape | None:
+    """Return how many rows of a tile are staged at once: 32, 16 or 8.
 
-    Parameters
-    ----------
-    table : TableStorage
-        Packed rows, one item each; the words may lie in page-locked host memory.
-    layout : RowLayout
-        How they are packed, or those of the cache where the table is raw.
-    dtype : torch.dtype
-        Of their elements.
-    cache : CacheStorage or None
-        Rows that its map holds are taken from its slabs.
-    counters : torch.Tensor or None
-        As for `RowKernels.gather`.
+    None for rows that no typed product rebuilds: with clusters, with chunks that are not one
+    element, several in a packed row, or too long for eight of them to be staged.
     """
-
-    table: TableStorage
-    layout: RowLayout
-    dtype: torch.dtype
-    cache: CacheStorage | None = None
-    counters: torch.Tensor | None = None
-
-    @property
-    def max_words(self) -> int:
-        """Words that a row's place in shared memory holds."""
-        return max(self.table.max_words, 0 if self.cache is None else self.cache.max_words)
-
-    def shape(self) -> TileShape | None:
-        """Return how many rows of a tile are staged at once: 32, 16 or 8.
-
-        None for rows that no typed product rebuilds: with clusters, with chunks that are not one
-        element, several in a packed row, or too long for eight of them to be staged.
-        """
-        chunk_bytes = self.layout.format.chunk_bytes
-        narrow = decode_variant("typed_gemm", self.layout, 0).vector == 1
-        if chunk_bytes != self.dtype.itemsize or narrow or self.table.items_per_row > 1:
-            return None
-        stride_words = lines(self.max_words + 36)  # see run_shape
-        rows = TILE_ROWS
-        while rows * stride_words > STAGE_BYTES // 4:
-            rows //= 2
-        return TileShape(rows, stride_words, rows * stride_words) if rows >= WARPS else None
+    chunk_bytes = x.layout.format.chunk_bytes
+    narrow = decode_variant("typed_gemm", x.layout, 0).vector == 1
+    if chunk_bytes != x.dtype.itemsize or narrow or x.table.items_per_row > 1:
+        return None
+    stride_words = lines(x.max_words + 36)  # see run_shape
+    rows = TILE_ROWS
+    while rows * stride_words > STAGE_BYTES // 4:
+        rows //= 2
+    return TileShape(rows, stride_words, rows * stride_words) if rows >= WARPS else None
 
 
 class SharedMemory:
@@ -145,7 +113,7 @@ class RowSource:
             self.values |= {"words": x, "stride_bytes": x.stride(0) * size}
             self.values["row_bytes"] = depth * size
         else:
-            shape = x.shape()
+            shape = staged(x)
             assert shape is not None
             stage_words = shape.stage_words
             self.variant = decode_variant("typed_gemm", x.layout, 0)

@@ -20,6 +20,8 @@ from ..blob_format import (
     ZVC_FORM,
     ZVC_ONES,
     ZVC_UNIT_BYTES,
+    zvc_blocks,
+    zvc_threads,
 )
 from ..candidates import AGREED, COLUMNS, FIELD, FIRST, UNIFORM, VALUES, WIDTH
 from ..format import (
@@ -106,6 +108,12 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "lz4": ("place_parts", "move_parts", "find_parts", "check_parts", "finish_parts"),
     "zfp": ("encode_zfp", "pack_zfp", "decode_zfp"),
     "typed_gemm": ("multiply_rows", "multiply_gradient"),
+    "segment_sums": (
+        "sum_segments",
+        "dot_entries",
+        "softmax_segments",
+        "softmax_segments_gradient",
+    ),
     **VECTOR_KERNELS,
 }
 
@@ -162,6 +170,8 @@ KEPT_DEFINES: dict[str, int | str] = {
     "ZFP_FORM": ZFP_FORM,
 }
 #: Kernels of whole tensors, which are compiled for each size or kind of element.
+NAMED_BY_SETTINGS = {"copy", "bags", "attend", "quantized", "zvc", "typed_gemm", "segment_sums"}
+NAMED_BY_SETTINGS |= set(VECTOR_KERNELS)
 UNIT_FILES = ("zeros", "csr", "rle", "zfp")
 
 #: Bytes of the values of rows that are pooled in bags.
@@ -336,8 +346,7 @@ class PlainVariant:
         """Readable name, for tests and logs."""
         if self.file in UNIT_FILES:
             return f"{self.file}-" + "-".join(f"{k.lower()}{v}" for k, v in self.settings[:1])
-        named_by = ("copy", "bags", "attend", "quantized", "zvc", "typed_gemm", *VECTOR_KERNELS)
-        if self.file not in named_by:
+        if self.file not in NAMED_BY_SETTINGS:
             return self.file
         most = {"quantized": len(TILE_SETTINGS), "zvc": 1, "typed_gemm": 1}
         most |= dict.fromkeys(VECTOR_KERNELS, 2)
@@ -414,6 +423,11 @@ def bags_variant(value_bytes: int, vector: int) -> PlainVariant:
     return PlainVariant("bags", (("VALUE_BYTES", value_bytes), ("VECTOR", vector)))
 
 
+def segment_sums_variant(real_bytes: int, vector: int) -> PlainVariant:
+    """Return the sums over entries that load `vector` floats of `real_bytes` at once."""
+    return PlainVariant("segment_sums", (("REAL_BYTES", real_bytes), ("VECTOR", vector)))
+
+
 def typed_gemm_variant(value_bytes: int) -> PlainVariant:
     """Return the typed products of raw rows, of values of so many bytes."""
     settings = product_settings(value_bytes) | CACHE_DEFINES
@@ -479,21 +493,6 @@ def attend_variant(groups: int, row_groups: int, dtype: torch.dtype) -> PlainVar
         ("MAX_THREADS", threads),
     )
     return PlainVariant("attend", settings)
-
-
-def zvc_threads(unit_bytes: int) -> int:
-    """Return the threads of a block of zero-value compression.
-
-    A thread has its elements in registers, one in each: of single bytes there are the most.
-    """
-    return 1024 if unit_bytes == 1 else 256
-
-
-def zvc_blocks(unit_bytes: int, decodes: bool = False) -> int:
-    """Return the blocks of zero-value compression that a multiprocessor has registers for."""
-    if unit_bytes == 2:
-        return 5 if decodes else 4
-    return 1 if unit_bytes == 1 else 6
 
 
 def zvc_variant(unit_bytes: int) -> PlainVariant:
@@ -563,6 +562,7 @@ def all_variants() -> Iterator[AnyVariant]:
     ):
         yield attend_variant(groups, rows, dtype)
     yield from map(typed_gemm_variant, PRODUCT_DEFINES)
+    yield from (segment_sums_variant(size, v) for size in (4, 8) for v in (1, 16 // size))
     for unit, pieces in COPY_PIECES.items():
         yield from (copy_variant(unit, piece) for piece in pieces)
     for width in CHUNK_BYTES:

@@ -13,9 +13,10 @@ from ..typed_products import (
     PRODUCT_DTYPES,
     TILE_COLUMNS,
     TILE_ROWS,
+    PackedRows,
 )
 from .parameters import Address, Int64, Parameters, Value, in_order
-from .product_source import PackedRows, RowSource, SharedMemory, SourceParameters
+from .product_source import RowSource, SharedMemory, SourceParameters, staged
 from .runner import Launch, Runner
 from .source import AnyVariant
 from .tiles import THREADS
@@ -123,7 +124,7 @@ class TypedGemmKernels:
         size = x.dtype.itemsize
         stage_words = 0
         if isinstance(x, PackedRows):
-            shape = x.shape()
+            shape = staged(x)
             if shape is None:
                 return False
             stage_words = shape.stage_words
