@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip
 ARGS ?=
 WORKERS ?= 2
 DEMO ?= inspect_and_compress feature_gather train_graphsage_dgl train_graphsage_pyg train_dlrm \
-	train_dlrm_distributed \
+	train_dlrm_distributed train_rgnn \
 	serve_dlrm generate_offloaded long_context train_cnn_swapped train_offloaded
 BENCH ?= codec gather gnn embedding llm kvcomp
 

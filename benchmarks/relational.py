@@ -1,7 +1,9 @@
 """Compiled relational layers beside PyG's and DGL's own, on this machine's processors.
 
-python benchmarks/relational.py              # times, gradients included, and the making of plans
-python benchmarks/relational.py --only rows  # how many rows each graph has, beside its edges
+python benchmarks/relational.py               # times, gradients included, and the making of plans
+python benchmarks/relational.py --only ratio  # how many rows each graph has, beside its edges
+python benchmarks/relational.py --only decode gpu --seconds-limit 180  # on a GPU, row by row
+python benchmarks/relational.py --only passes --graphs AIFB AM  # with each pass off, on a GPU
 
 Dims 64, one head, the full graph. Graphs: mag-0.1, six relations of ogbn-mag as COO columns, looked
 for in the folder $BITSLAB_DATA, or shared/data next to the repo, below graphs/; and one drawn with
@@ -210,14 +212,34 @@ def counted() -> Table:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", choices=["cpu", "rows"], default=["cpu", "rows"])
-    parser.add_argument("--repetitions", type=int, default=7)
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=["cpu", "ratio", "gpu", "decode", "passes"],
+        default=["cpu", "ratio"],
+    )
+    parser.add_argument("--repetitions", type=int, default=7, help="of times on a CPU")
+    on_gpu = parser.add_argument_group("on a GPU")
+    on_gpu.add_argument("--seconds-limit", type=float, default=180, help="for all parts together")
+    on_gpu.add_argument("--graphs", nargs="+", help="data sets whose sizes are drawn")
+    models = ["RGCN", "RGAT", "HGT"]
+    on_gpu.add_argument("--models", nargs="+", choices=models, default=models)
+    on_gpu.add_argument("--dim", type=int, default=DIM, help="features in and out")
+    on_gpu.add_argument("--mib", type=int, default=256, help="MiB of raw rows of a packed product")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--out", type=Path, help="file to write to as well")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     tables: dict[str, Table] = {}
-    if "rows" in arguments.only:
+    if {"gpu", "decode", "passes"} & set(arguments.only):
+        if not torch.cuda.is_available():
+            parser.error("--only gpu, decode and passes need a GPU")
+        import relational_gpu
+
+        tables |= relational_gpu.run(arguments)
+        if not arguments.json and arguments.out is None:  # the rows have been printed
+            tables = {}
+    if "ratio" in arguments.only:
         tables["Rows over edges"] = counted()
     if "cpu" in arguments.only:
         tables[f"Dims {DIM}, one head, {torch.get_num_threads()} threads"] = timed(

@@ -1,49 +1,28 @@
-"""Runs steps: the GEMM template, the traversal template, and torch's operators.
+"""Runs steps: the GEMM template (`products`), the traversal template, and torch's operators.
 
-On a CPU float32 and float64 traversals are Numba loops; elsewhere, and for other dtypes, they are
-torch's operators over the same entries (the readable definition, which tests compare with).
+Traversals are Numba loops on a CPU and kernels of segment_sums.cu on a GPU, in float32 or float64;
+without these they are torch's operators over the same entries (the readable definition, which tests
+compare with).
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..engine.kernels.cpu import segment_sums
+from ..engine.kernels.cpu.typed_products import take
 from .graph import Hop, RelationalGraph
+from .products import Products
 from .steps import Step
 
-#: Rows that a GEMM gathers at a time: what it holds beyond its result.
-BLOCK_ROWS = 1 << 14
-#: From so many relations on, products of few rows are one batch of padded products, if padding at
-#: most doubles the rows: calls cost more than products then.
-BATCH_RELATIONS = 8
-
-
-class RowSource(Protocol):
-    """Rows that are decoded by index, such as a `bitslab.CompressedTable`."""
-
-    def gather(self, ids: torch.Tensor, /) -> torch.Tensor:
-        """Return rows ``[n, K]``."""
-        ...
-
-
-@dataclass(frozen=True)
-class Padding:
-    """Relations padded to one length: where each row stands, int64 ``[n]``."""
-
-    place: torch.Tensor
-    relations: int
-    length: int
-
-    def pad(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return rows ``[n, K]`` as ``[relations, length, K]``, zeros where there is no row."""
-        out = rows.new_zeros(self.relations * self.length, rows.shape[1])
-        return out.index_copy_(0, self.place, rows).view(self.relations, self.length, -1)
+if TYPE_CHECKING:
+    from ..engine.kernels.cuda import CudaKernels
 
 
 class Schedule:
@@ -101,7 +80,29 @@ class Schedule:
         return self.fuse or step.args[0].args[0].op == "packed"
 
 
-class Machine:
+@functools.cache
+def gpu_kernels(device: torch.device) -> CudaKernels | None:
+    """Return the kernels of a GPU, compiled; None on a CPU, and with a warning where they fail."""
+    if device.type != "cuda":
+        return None
+    from ..engine.kernels.cuda import kernels_on
+
+    try:
+        kernels = kernels_on(device, raise_errors=False)
+        x = torch.zeros(1, 1, 4, device=device)
+        none = torch.zeros(0, dtype=torch.int64, device=device)
+        kernels.segments.sum_segments(none.new_zeros(2), none, none, x[0, :0], x)
+    except Exception as error:
+        warnings.warn(
+            f"relational programs on {device} run torch's operators, since their kernels cannot be "
+            f"compiled or started: {error}",
+            stacklevel=2,
+        )
+        return None
+    return kernels
+
+
+class Machine(Products):
     """Runs schedules on one graph.
 
     Parameters
@@ -110,13 +111,17 @@ class Machine:
         The graph.
     dtype : torch.dtype
         Of the inputs.
-    numba : bool
-        Whether traversals of float32 and float64 on a CPU may be Numba loops.
+    compiled : bool
+        Whether products and traversals may be compiled loops and kernels; else torch runs all.
     """
 
-    def __init__(self, graph: RelationalGraph, dtype: torch.dtype, numba: bool = True) -> None:
-        self.graph, self.dtype = graph, dtype
-        self.numba = numba and graph.device.type == "cpu"
+    def __init__(self, graph: RelationalGraph, dtype: torch.dtype, compiled: bool = True) -> None:
+        super().__init__(graph, gpu_kernels(graph.device) if compiled else None)
+        self.dtype = dtype
+        #: What loops over entries: the twins or the kernels, which have the same functions.
+        self.loops: Any = None if self.kernels is None else self.kernels.segments
+        if compiled and graph.device.type == "cpu" and self.loops is None:
+            self.loops = segment_sums
 
     def run(self, schedule: Schedule, values: dict[int, Any]) -> list[torch.Tensor | None]:
         """Return the results; `values` has what is given, by the id of its step, and is used up."""
@@ -131,70 +136,6 @@ class Machine:
             for key in schedule.frees[place]:
                 del values[key]
         return [None if r is None else values[id(r)] for r in schedule.results]
-
-    # GEMM template: Y = X[index] W[relation]
-
-    def _blocks(self, step: Step, x: Any, index: Any) -> Iterator[tuple[int, int, int, Any]]:
-        """Yield relation, first and last row, and the rows of x, block by block."""
-        bounds = self.graph.rows(step.args[0].space).bounds
-        if bounds is None:  # one row for each relation
-            bounds = list(range(self.graph.num_relations + 1))
-        for r, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
-            for begin in range(low, high, BLOCK_ROWS):
-                end = min(begin + BLOCK_ROWS, high)
-                yield r, begin, end, x[begin:end] if index is None else take(x, index[begin:end])
-
-    def _padded(self, step: Step) -> Padding | None:
-        """Return how relations are padded to one length, or None where each is multiplied alone."""
-        space, relations = step.args[0].space, self.graph.num_relations
-        if len(step.args[0].shape) != 1 or relations < BATCH_RELATIONS or space == "relation":
-            return None
-
-        def make() -> Padding | None:
-            rows = self.graph.rows(space)
-            bounds = torch.tensor(rows.bounds)
-            length = int(bounds.diff().max())
-            if not 0 < rows.n <= BLOCK_ROWS or relations * length > 2 * rows.n:
-                return None
-            shift = torch.arange(relations) * length - bounds[:-1]
-            place = shift.repeat_interleave(bounds.diff()) + torch.arange(rows.n)
-            return Padding(place.to(self.graph.device), relations, length)
-
-        return self.graph.once(("padded", space), make)
-
-    def typed_linear(
-        self, step: Step, x: Any, weight: torch.Tensor, index: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Multiply each row by its relation's weight."""
-        padding = self._padded(step)
-        if padding is not None:
-            rows = padding.pad(x if index is None else take(x, index))
-            return torch.bmm(rows, weight).flatten(0, 1).index_select(0, padding.place)
-        out = weight.new_empty(self.graph.rows(step.space).n, *step.shape)
-        for r, begin, end, rows in self._blocks(step, x, index):
-            if rows.ndim == 2:
-                torch.mm(rows, weight[r], out=out[begin:end])
-            else:
-                product = torch.bmm(rows.transpose(0, 1), weight[r])
-                out[begin:end] = product.transpose(0, 1)
-        return out
-
-    def weight_grad(
-        self, step: Step, x: Any, g: torch.Tensor, index: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return for each relation the product of its rows of x, transposed, and of g."""
-        padding = self._padded(step)
-        if padding is not None:
-            rows = padding.pad(x if index is None else take(x, index))
-            return torch.bmm(rows.transpose(1, 2), padding.pad(g))
-        out = g.new_zeros(self.graph.num_relations, *step.shape)
-        for r, begin, end, rows in self._blocks(step, x, index):
-            part = g[begin:end]
-            if rows.ndim == 2:
-                out[r].addmm_(rows.t(), part)
-            else:
-                out[r].baddbmm_(rows.permute(1, 2, 0), part.transpose(0, 1))
-        return out
 
     # Traversal template: loops over the entries of each row
 
@@ -211,8 +152,8 @@ class Machine:
         if weight is not None:
             weights = weight.to(summed.dtype).reshape(len(weight), heads)
         starts, columns, edges = hop.by_row(transposed)
-        if self.numba and _looped(rows) and step.width:
-            out = segment_sums.sum_segments(
+        if self.loops and _looped(rows) and step.width:
+            out: torch.Tensor = self.loops.sum_segments(
                 starts, columns, edges, weights.contiguous(), rows.contiguous()
             )
         else:
@@ -227,11 +168,13 @@ class Machine:
     def hop_dot(self, step: Step, to: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """Return the dot products of each edge's rows at both ends."""
         hop: Hop = self.graph.hop(*step.attrs)
-        heads = step.width
-        g, x = (_wide(t).reshape(len(t), heads, -1 if t.numel() else 0) for t in (to, source))
-        if self.numba and _looped(x):
+        heads, width = step.width, step.args[0].width // max(step.width, 1)
+        g, x = (_wide(t).reshape(len(t), heads, width) for t in (to, source))
+        if self.loops and _looped(x) and width:
             ends = (hop.to, hop.source, hop.edge)
-            out = segment_sums.dot_entries(*ends, g.contiguous(), x.contiguous(), hop.n_edges)
+            out: torch.Tensor = self.loops.dot_entries(
+                *ends, g.contiguous(), x.contiguous(), hop.n_edges
+            )
         else:
             weighed = (hop.edge >= 0).nonzero().flatten()
             out = x.new_zeros(hop.n_edges, heads)
@@ -242,8 +185,8 @@ class Machine:
     def softmax(self, step: Step, x: torch.Tensor) -> torch.Tensor:
         """Return the softmax over the edges of each destination."""
         logits, starts = _wide(x).reshape(len(x), step.width).contiguous(), self.graph.starts
-        if self.numba and _looped(logits):
-            out = segment_sums.softmax_segments(starts, logits)
+        if self.loops and _looped(logits):
+            out: torch.Tensor = self.loops.softmax_segments(starts, logits)
         else:
             dst = self.graph.rows("dst").of_edge
             largest = torch.segment_reduce(logits, "max", offsets=starts, axis=0)
@@ -254,8 +197,8 @@ class Machine:
     def softmax_grad(self, step: Step, y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the softmax."""
         flat = [_wide(t).reshape(len(t), step.width).contiguous() for t in (y, g)]
-        if self.numba and _looped(flat[0]):
-            out = segment_sums.softmax_segments_gradient(self.graph.starts, *flat)
+        if self.loops and _looped(flat[0]):
+            out: torch.Tensor = self.loops.softmax_segments_gradient(self.graph.starts, *flat)
         else:
             dst = self.graph.rows("dst").of_edge
             product = flat[0] * flat[1]
@@ -278,24 +221,6 @@ class Machine:
     def from_order(self, step: Step, x: torch.Tensor) -> torch.Tensor:
         """Bring edge values to the caller's order."""
         return torch.empty_like(x).index_copy_(0, self.graph.order, x)
-
-    def linear(self, step: Step, x: Any, weight: torch.Tensor) -> torch.Tensor:
-        """Multiply rows by a weight that all share."""
-        if isinstance(x, torch.Tensor):
-            return torch.matmul(x, weight)
-        out = weight.new_empty(self.graph.rows(step.space).n, *step.shape)
-        for begin, end, rows in blocks_of(x, len(out)):
-            torch.mm(rows, weight, out=out[begin:end])
-        return out
-
-    def linear_grad(self, step: Step, x: Any, g: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the weight of `linear`."""
-        if isinstance(x, torch.Tensor):
-            return x.flatten(0, -2).t() @ g.flatten(0, -2)
-        out = g.new_zeros(step.shape)
-        for begin, end, rows in blocks_of(x, len(g)):
-            out.addmm_(rows.t(), g[begin:end])
-        return out
 
     def inverse_counts(self, step: Step) -> torch.Tensor:
         """Return 1 / (edges of the pair) of each destination and relation."""
@@ -367,18 +292,6 @@ class Machine:
     def leaky_relu_grad(self, step: Step, g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return the gradient of `leaky_relu`."""
         return torch.where(x > 0, g, g * step.attrs[0])
-
-
-def take(x: torch.Tensor | RowSource, index: torch.Tensor) -> torch.Tensor:
-    """Return rows of a tensor, or decode them."""
-    return x.index_select(0, index) if isinstance(x, torch.Tensor) else x.gather(index)
-
-
-def blocks_of(x: RowSource, n: int) -> Iterator[tuple[int, int, torch.Tensor]]:
-    """Yield all rows, decoded block by block."""
-    for begin in range(0, n, BLOCK_ROWS):
-        end = min(begin + BLOCK_ROWS, n)
-        yield begin, end, x.gather(torch.arange(begin, end))
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

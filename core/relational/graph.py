@@ -102,11 +102,14 @@ def sort(
     """
     if keys.device.type == "cpu":
         return segment_sums.order_by_key(keys, n_keys, before)
-    ordered = keys if before is None else keys[before]
-    order = torch.argsort(ordered, stable=True)
-    starts = keys.new_zeros(n_keys + 1)
-    starts[1:] = torch.bincount(keys, minlength=n_keys).cumsum(0)
+    found, order = torch.sort(keys if before is None else keys[before], stable=True)
+    starts = torch.searchsorted(found, torch.arange(n_keys + 1, device=keys.device))
     return order if before is None else before[order], starts
+
+
+def read_at_once(device: torch.device) -> bool:
+    """Return whether a graph finds all sizes of its plan when it is made, with one host read."""
+    return device.type != "cpu"
 
 
 class RelationalGraph:
@@ -131,7 +134,7 @@ class RelationalGraph:
         For a wrong shape or length.
     IndexRangeError
         For a node or a relation out of range. On a GPU this is read with the sizes of the plan,
-        when the graph is made: the only time that the host waits.
+        when the graph is made: the only time that the host waits for the GPU.
     ModifiedInPlaceError
         By a program that runs after one of the tensors was changed in place.
 
@@ -155,24 +158,56 @@ class RelationalGraph:
         self._versions = versions_of(edge_index, edge_type)
         self._lock = threading.RLock()
         self._made: dict[Any, Any] = {}
-        src, dst = edge_index[0].long(), edge_index[1].long()
-        self.order, self.starts = self._sorted_by(dst)
-        self._src, self._dst = src[self.order], dst[self.order]
-        self._type = edge_type.long()[self.order]
+        columns = [edge_index[0], edge_index[1], edge_type]
+        if len(edge_type) and not read_at_once(edge_type.device):
+            self._check_ranges(torch.stack([e for c in columns for e in torch.aminmax(c)]).tolist())
+        self._place(*(c.long() for c in columns))
+        if len(edge_type) and read_at_once(edge_type.device):
+            self._survey(columns)
 
-    def _sorted_by(self, dst: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Check ranges, then return the order of the edges by destination, and the starts."""
-        if not len(dst):
-            return dst.clone(), dst.new_zeros(self.num_dst + 1)
-        columns = (self.edge_index[0], self.edge_index[1], self.edge_type)
-        ends = torch.stack([end for c in columns for end in torch.aminmax(c)]).tolist()
+    def _place(self, src: torch.Tensor, dst: torch.Tensor, kinds: torch.Tensor) -> None:
+        """Put the edges in the order of their destinations."""
+        if read_at_once(dst.device):  # `_survey` reports what is out of range
+            counts = (self.num_src, self.num_dst, self.num_relations)
+            src, dst, kinds = (
+                t.clamp(0, max(n - 1, 0)) for t, n in zip((src, dst, kinds), counts, strict=True)
+            )
+        self.order, self.starts = sort(dst, self.num_dst)
+        self._src, self._dst, self._type = src[self.order], dst[self.order], kinds[self.order]
+
+    def _check_ranges(self, ends: Sequence[int]) -> None:
+        """Raise an error unless lowest and highest of each column, in turn, are in range."""
         what = ("edge_index[0]", "edge_index[1]", "edge_type")
         counts = (self.num_src, self.num_dst, self.num_relations)
         for name, count, low, high in zip(what, counts, ends[::2], ends[1::2], strict=True):
             if low < 0 or high >= count:
                 wrong = low if low < 0 else high
                 raise IndexRangeError(f"{name} has {wrong}; accepted are 0 to {count - 1}")
-        return sort(dst, self.num_dst)
+
+    def _survey(self, columns: Sequence[torch.Tensor]) -> None:
+        """Check ranges and find all pairs, on the device; the host reads once."""
+        ends = torch.stack([e.long() for c in columns for e in torch.aminmax(c)])
+        order, starts = self._by_relation(None)  # of destinations too: these are in order
+        by_src, _ = self._by_relation(sort(self._src, self.num_src)[0])
+        found = [
+            _numbered(self._type, nodes, by, starts)
+            for nodes, by in ((self._src, by_src), (self._dst, order))
+        ]
+        read = torch.cat([ends, starts, *(of_type for *_, of_type in found)]).tolist()
+        self._check_ranges(read[:6])
+        size = self.num_relations + 1
+        bounds = [read[6 + i * size : 6 + (i + 1) * size] for i in range(3)]
+        self._made["rows typed_edge"] = self._typed_edges(order, bounds[0])
+        for name, (of_edge, node, kinds, _), at in zip(
+            ("src", "dst"), found, bounds[1:], strict=True
+        ):
+            n = at[-1]
+            self._made[f"rows pair_{name}"] = Rows(n, of_edge, node[:n], kinds[:n], at)
+
+    def _typed_edges(self, order: torch.Tensor, bounds: list[int]) -> Rows:
+        position = torch.empty_like(order)
+        position[order] = torch.arange(len(order), device=self.device)
+        return Rows(self.num_edges, position, order, self._type[order], bounds)
 
     @property
     def num_edges(self) -> int:
@@ -215,9 +250,7 @@ class RelationalGraph:
             return Rows(self.num_edges, torch.arange(self.num_edges, device=self.device))
         if space == "typed_edge":
             order, starts = self._by_relation(None)
-            position = torch.empty_like(order)
-            position[order] = torch.arange(len(order), device=self.device)
-            return Rows(self.num_edges, position, order, self._type[order], starts.tolist())
+            return self._typed_edges(order, starts.tolist())
         if space in ("pair_src", "pair_dst"):
             return self._pairs(
                 *((self._src, self.num_src) if space == "pair_src" else (self._dst, self.num_dst))
@@ -237,15 +270,8 @@ class RelationalGraph:
             counts = torch.tensor(bounds).diff()
             relation = torch.arange(self.num_relations).repeat_interleave(counts)
             return Rows(len(node), of_edge, node, relation, bounds)
-        kinds, ends = self._type[order], nodes[order]
-        first = torch.ones_like(kinds, dtype=torch.bool)
-        first[1:] = (kinds[1:] != kinds[:-1]) | (ends[1:] != ends[:-1])
-        of_edge = torch.empty_like(order)
-        of_edge[order] = first.cumsum(0) - 1
-        relation, node = kinds[first], ends[first]
-        counts = torch.bincount(relation, minlength=self.num_relations)
-        bounds = [0, *counts.cumsum(0).tolist()]
-        return Rows(len(node), of_edge, node, relation, bounds)
+        none = order.new_empty(0)  # a graph on a GPU without edges: others have been surveyed
+        return Rows(0, none, none, none, [0] * (self.num_relations + 1))
 
     def _mixed(self, by_dst: Sequence[bool]) -> Rows:
         """Return pairs of sources and destinations: by relation, one or the other."""
@@ -304,9 +330,18 @@ class RelationalGraph:
         assert mixed.node is not None and mixed.relation is not None
         # Of relations on this side each edge is an entry, of the others each row.
         summed = by_dst if way == "in" else [not side for side in by_dst]
-        chosen = self._edges_of(summed).nonzero().flatten()
-        one_each = ~torch.tensor(summed, dtype=torch.bool, device=self.device)[mixed.relation]
-        row = one_each.nonzero().flatten()
+        typed = self.rows("typed_edge")
+        assert typed.node is not None and typed.bounds is not None and mixed.bounds is not None
+        edge_of = [typed.node[:0]]
+        row_of = [torch.arange(0, device=self.device)]
+        for r, side in enumerate(summed):
+            if side:
+                edge_of.append(typed.node[typed.bounds[r] : typed.bounds[r + 1]])
+            else:
+                row_of.append(
+                    torch.arange(mixed.bounds[r], mixed.bounds[r + 1], device=self.device)
+                )
+        chosen, row = torch.cat(edge_of), torch.cat(row_of)
         node, ones = mixed.node[row], torch.full_like(row, -1)
         ends = self._src if way == "in" else self._dst
         of_node = torch.cat([ends[chosen], node])
@@ -321,7 +356,8 @@ class RelationalGraph:
 
         def make() -> torch.Tensor:
             rows = self.rows("pair_dst")
-            return torch.bincount(rows.of_edge, minlength=rows.n).to(dtype).reciprocal()
+            ones = torch.ones_like(rows.of_edge)
+            return ones.new_zeros(rows.n).scatter_add_(0, rows.of_edge, ones).to(dtype).reciprocal()
 
         return self.once(f"inverse counts {dtype}", make)
 
@@ -330,6 +366,29 @@ class RelationalGraph:
             f"RelationalGraph({self.num_src} -> {self.num_dst} nodes, {self.num_edges} edges, "
             f"{self.num_relations} relations, {self.device})"
         )
+
+
+def _numbered(
+    kinds: torch.Tensor, nodes: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Give numbers to the distinct pairs of edges that `order` sorts by kind, then node.
+
+    Returns
+    -------
+    of_edge, node, kind, bounds : torch.Tensor
+        int64: the pair of each edge; node and kind of each pair, undefined behind the last one; the
+        first pair of each kind, and the end. Nothing waits for the device.
+    """
+    by_kind, ends = kinds[order], nodes[order]
+    first = torch.ones_like(by_kind)
+    first[1:] = (by_kind[1:] != by_kind[:-1]) | (ends[1:] != ends[:-1])
+    up_to = first.cumsum(0)
+    of_edge, node, kind = (torch.empty_like(order) for _ in range(3))
+    of_edge[order] = up_to - 1
+    # Edges of a pair write the same.
+    node.scatter_(0, up_to - 1, ends)
+    kind.scatter_(0, up_to - 1, by_kind)
+    return of_edge, node, kind, torch.nn.functional.pad(up_to, (1, 0))[starts]
 
 
 class KeptByTensors:

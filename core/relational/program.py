@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentError, ArgumentTypeError
-from ..tables import CompressedFeature, CompressedTable
+from ..tables import CompressedFeature, CompressedTable, SlabCache
 from .execute import Machine, Schedule
 from .gradient import differentiated, kept_of
 from .graph import RelationalGraph
@@ -19,8 +19,8 @@ from .passes import InputInfo, Lowering, Passes, lowered
 from .steps import Step
 from .trace import Value, described, in_order, trace
 
-PACKED = (CompressedTable, CompressedFeature)
-Packed = CompressedTable | CompressedFeature
+PACKED = (CompressedTable, CompressedFeature, SlabCache)
+Packed = CompressedTable | CompressedFeature | SlabCache
 _numbers = itertools.count()
 #: Compiled programs by their number.
 PROGRAMS: weakref.WeakValueDictionary[int, CompiledProgram] = weakref.WeakValueDictionary()
@@ -52,7 +52,8 @@ class Program:
         passes : Passes, optional
             Which passes run; all by default.
         backend : {"auto", "torch"}
-            What traversals run on: "auto" is Numba on a CPU, else torch.
+            What runs products and traversals: with "auto" compiled loops on a CPU and kernels on a
+            GPU, else torch's operators.
         """
         return CompiledProgram(self, passes or Passes(), backend)
 
@@ -110,7 +111,7 @@ class CompiledProgram:
     passes : Passes
         Which passes run.
     backend : {"auto", "torch"}
-        What traversals run on.
+        As for `Program.compile`.
     """
 
     def __init__(self, program: Program, passes: Passes, backend: str) -> None:
@@ -132,9 +133,11 @@ class CompiledProgram:
         ----------
         graph : RelationalGraph
             The graph, on the device of the inputs.
-        *inputs : torch.Tensor or CompressedTable or CompressedFeature
+        *inputs : torch.Tensor or CompressedTable or CompressedFeature or SlabCache
             Of one floating dtype, in the order of the program's parameters. Rows of a packed input
-            are decoded as they are multiplied; it takes no gradient.
+            are decoded as they are multiplied; it takes no gradient. On a GPU kernels rebuild them
+            in shared memory, out of host memory or the slabs of a cache; rows that these do not
+            take are decoded in blocks.
 
         Returns
         -------
@@ -153,12 +156,12 @@ class CompiledProgram:
         """
         graph.check_unchanged()
         values = self._checked(graph, inputs)
-        device = graph.device.type
+        device, dtype = graph.device.type, values[0].dtype
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
             values = [v.to(dtype) if isinstance(v, torch.Tensor) else v for v in values]
         plan = self.plan(graph, values)
-        machine = Machine(graph, values[0].dtype, self.backend == "auto")
+        machine = Machine(graph, dtype, self.backend == "auto")
         with torch.autocast(device, enabled=False):
             outputs = _Run.apply(  # type: ignore[no-untyped-call]
                 plan,
@@ -208,17 +211,11 @@ class CompiledProgram:
             )
         first = None
         for name, x in zip(names, inputs, strict=True):
-            if isinstance(x, PACKED):
-                if graph.device.type != "cpu":
-                    raise ArgumentTypeError(
-                        f"input {name!r} is packed and the graph on {graph.device}; accepted is a "
-                        "graph on a CPU, or gather the rows first"
-                    )
-            elif not isinstance(x, torch.Tensor):
+            if not isinstance(x, (torch.Tensor, *PACKED)):
                 raise ArgumentTypeError(
                     f"input {name!r} is {type(x).__name__}; accepted are tensors and packed tables"
                 )
-            elif x.device != graph.device:
+            if isinstance(x, torch.Tensor) and x.device != graph.device:
                 raise ArgumentTypeError(
                     f"input {name!r} is on {x.device}, the graph on {graph.device}; accepted is "
                     "one device for both"

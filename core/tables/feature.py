@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 import threading
@@ -15,6 +16,7 @@ import torch
 from ..devices import checked_device, device_or_default
 from ..engine.codecs import RowCodec
 from ..engine.codecs.base import check_tensor_argument
+from ..engine.kernels.typed_products import PackedRows
 from ..engine.memory.locks import call_after_fork
 from ..engine.memory.readonly import ReadOnlyTensor, read_only
 from ..engine.progress import ProgressFunction
@@ -315,6 +317,12 @@ class CompressedFeature:
         if ids.numel() * self.table.row_bytes < OVERLAP_BYTES:
             return RowsFuture(rows())
         return RowsFuture(fetchers.submit(rows))
+
+    def read_by_products(
+        self, device: torch.device
+    ) -> contextlib.AbstractContextManager[PackedRows | torch.Tensor | None]:
+        """Give the rows to typed products on a GPU; see `CompressedTable.read_by_products`."""
+        return self.table.read_by_products(device, self._cache_for(device))
 
     def whole(self) -> ReadOnlyTensor:
         """Return all rows on the CPU, decoded once and kept; they must not be written to.

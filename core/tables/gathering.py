@@ -12,6 +12,7 @@ from ..engine.kernels.cpu.prepared import PreparedRaw, PreparedTable, SlotMap
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.format import MAX_SLABS
 from ..engine.kernels.row_kernels import PreparedRows
+from ..engine.kernels.typed_products import PackedRows
 from ..engine.memory.locks import ReadersAndWriter
 from ..engine.transfer.gather import gather_copied_rows, gather_packed_rows
 from .cache import Cache
@@ -307,6 +308,27 @@ class Gathers:
             )
         finally:
             self._lock.mark_gpu_read(device)
+
+    def for_products(
+        self, device: torch.device, cache: Cache | None
+    ) -> PackedRows | torch.Tensor | None:
+        """Return the rows as typed products read them on a GPU; None where they gather first.
+
+        What is returned holds until the table changes: callers are readers of the table's lock
+        until they have started their kernels, and then call its `mark_gpu_read`.
+        """
+        parts = self._rows.parts
+        if len(parts.item_shape) != 1 or not self.readable_by_gpu():
+            return None
+        self.gpus.add(device)
+        if parts.raw and cache is None:
+            return self._copies.raw_rows(self._rows).view(parts.dtype)
+        storage, kernels = self._copies.get(device, self._rows)
+        cached = None if cache is None else cache.storage(device)
+        if cached is not None and cached.kernels is not None:
+            kernels = cached.kernels
+        counters = self.counters_for(cache).on(device)
+        return kernels.for_products(storage, parts.dtype, cached, counters)
 
     # Updates
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import threading
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +22,7 @@ from ..engine.kernels.format import (
     SLAB_SHIFT,
     ceil_div,
 )
+from ..engine.kernels.typed_products import PackedRows
 from ..engine.memory.host import HostBuffer
 from ..engine.memory.locks import call_after_fork
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
@@ -250,6 +252,13 @@ class SlabCache:
         self._check_open()
         return self.table.gather_with(self, ids, out, device, sort, sm_budget)
 
+    def read_by_products(
+        self, device: torch.device
+    ) -> contextlib.AbstractContextManager[PackedRows | torch.Tensor | None]:
+        """Give rows, cached or not, to typed products; see `CompressedTable.read_by_products`."""
+        self._check_open()
+        return self.table.read_by_products(device, self)
+
     def __getitem__(self, index: Index) -> torch.Tensor:
         """Return rows by an int, a slice, integers of any shape, or a bool mask ``[N]``."""
         ids = row_ids(index, len(self))
@@ -267,6 +276,11 @@ class SlabCache:
     def shape(self) -> torch.Size:
         """Shape of the table."""
         return self.table.shape
+
+    @property
+    def ndim(self) -> int:
+        """Number of dimensions of the table."""
+        return self.table.ndim
 
     @property
     def dtype(self) -> torch.dtype:

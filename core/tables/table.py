@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,10 +14,12 @@ from ..compressed import CompressedTensor, load
 from ..dtypes import dtype_name
 from ..engine.codecs import RowCodec
 from ..engine.files.new_file import PathLike
+from ..engine.kernels.typed_products import PackedRows
 from ..engine.progress import Progress, ProgressFunction
 from ..errors import ArgumentError, BitslabError
 from . import files, making
 from .build import Rows, build_parts, check_layout
+from .cache import Cache
 from .changes import fitted_again
 from .host_table import HostTable
 from .parts import Layout, TableParts
@@ -254,6 +257,31 @@ class CompressedTable(HostTable):
             self._ownership.check("compact", self._parts)
             codec = fitted_again(self.packed_rows_of, self._parts) if refit else self.codec
             self._replace(self._repacked(self.layout, codec, pin=self._pin, progress=progress))
+
+    @contextlib.contextmanager
+    def read_by_products(
+        self, device: torch.device, cache: Cache | None = None
+    ) -> Iterator[PackedRows | torch.Tensor | None]:
+        """Give the rows as kernels of typed products read them on a GPU.
+
+        The kernels are started inside the context, on torch's current stream; no update runs
+        meanwhile. It gives None for rows that are to be gathered instead: on a CPU, of several
+        dimensions, not page-locked, or of a codec without such kernels.
+
+        Parameters
+        ----------
+        device : torch.device
+            Where the product is made.
+        cache : Cache, optional
+            Holds copies of some rows, which are read from there.
+        """
+        with self._reading():
+            rows = None if device.type == "cpu" else self._gathers.for_products(device, cache)
+            try:
+                yield rows
+            finally:
+                if rows is not None:
+                    self._lock.mark_gpu_read(device)
 
     # Other processes
 

@@ -191,7 +191,7 @@ def test_second_derivatives_are_refused():
         g.sum().backward()
 
 
-def test_packed_input_is_decoded_on_the_cpu_only():
+def test_packed_input_is_read_by_products_only():
     table = bitslab.CompressedTable.from_tensor(torch.ones(12, 4))
     graph = random_graph(0, 12, 12, 60, 4)
     inputs = inputs_of("rgcn", graph, torch.float32) | {"x": table}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bitslab
-from bitslab.relational import execute
+from bitslab.engine.kernels.cpu import typed_products
 from tests.relational.oracle import random_graph
 from tests.relational.programs import inputs_of, rgat, rgcn, rgcn_mean
 
@@ -14,7 +14,7 @@ from tests.relational.programs import inputs_of, rgat, rgcn, rgcn_mean
 @pytest.mark.parametrize("program", [rgcn, rgcn_mean, rgat], ids=lambda p: p.__name__)
 @pytest.mark.parametrize("kind", [bitslab.CompressedTable, bitslab.CompressedFeature])
 def test_packed_rows_are_decoded_block_by_block(program, kind, monkeypatch):
-    monkeypatch.setattr(execute, "BLOCK_ROWS", 64)
+    monkeypatch.setattr(typed_products, "BLOCK_ROWS", 64)
     most = []
     plain = kind.gather
 

@@ -836,12 +836,16 @@ inline void resolve_transpose(Lane* warp, unsigned present) {
     warp[lane].result = result;
   }
 }
+template <bool BFLOAT>
 inline void resolve_multiply(Lane* warp, unsigned present) {
   need_all_lanes(warp, present, "mma");
   const MatrixOperands* of[32];
   for (int lane = 0; lane < 32; ++lane)
     of[lane] = reinterpret_cast<const MatrixOperands*>(uintptr_t(warp[lane].value));
-  auto half = [](unsigned x, int which) { return half_to_float((unsigned short)(x >> 16 * which)); };
+  auto half = [](unsigned x, int which) {
+    const auto bits = (unsigned short)(x >> 16 * which);
+    return BFLOAT ? std::bit_cast<float>(unsigned(bits) << 16) : half_to_float(bits);
+  };
   float a[16][16], b[16][8];
   for (int r = 0; r < 16; ++r)
     for (int k = 0; k < 16; ++k)
@@ -858,12 +862,19 @@ inline void resolve_multiply(Lane* warp, unsigned present) {
 inline unsigned transposed_halves(unsigned x, SIMT_HERE) {
   return simt::collective("movmatrix", ~0u, x, simt::resolve_transpose, at);
 }
-inline void multiply_halves(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], SIMT_HERE) {
+template <bool BFLOAT>
+void simt_multiply(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], const simt::Location& at) {
   // The operands stay on the lanes' stacks until the last lane has come.
   const simt::MatrixOperands operands{c, a, b};
   const auto address = (unsigned long long)(uintptr_t)&operands;
-  simt::collective("mma", ~0u, address, simt::resolve_multiply, at);
+  simt::collective("mma", ~0u, address, simt::resolve_multiply<BFLOAT>, at);
   asm volatile("" ::: "memory");
+}
+inline void multiply_halves(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], SIMT_HERE) {
+  simt_multiply<false>(c, a, b, at);
+}
+inline void multiply_bfloats(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2], SIMT_HERE) {
+  simt_multiply<true>(c, a, b, at);
 }
 
 // What units.cuh is on a GPU. A place is counted from the dynamic shared memory on.

@@ -11,9 +11,13 @@ import torch
 
 from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
-from bitslab.engine.kernels.cuda.source import TILE_DTYPES
 from bitslab.engine.kernels.format import NO_ROW, RowStorage, TableStorage
-from bitslab.engine.kernels.tile_format import MAX_SYMBOLS, Granularity, TileFormat
+from bitslab.engine.kernels.tile_format import (
+    MAX_SYMBOLS,
+    TILE_DTYPES,
+    Granularity,
+    TileFormat,
+)
 from bitslab.errors import ArgumentError
 from tests import pairwise
 from tests.engine.kernels.tile_cases import (

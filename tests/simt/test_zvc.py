@@ -12,9 +12,9 @@ from bitslab.engine.kernels.blob_format import (
     ZVC_FORM,
     ZVC_UNIT_BYTES,
     ZvcLayout,
+    zvc_blocks,
 )
 from bitslab.engine.kernels.cuda.runner import BLOB_ERROR, NO_ERROR
-from bitslab.engine.kernels.cuda.source import zvc_blocks
 from bitslab.engine.kernels.cuda.zvc import ZvcKernels
 from bitslab.errors import CorruptedDataError
 from tests.simt.module import guarded

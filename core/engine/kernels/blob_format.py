@@ -245,3 +245,18 @@ class PackedLayout:
 #: Layouts whose sizes are counted once: training encodes tensors of the same sizes every step.
 _zvc_layouts = lru_cache(maxsize=MOST_LAYOUTS)(ZvcLayout)
 _packed_layouts = lru_cache(maxsize=MOST_LAYOUTS)(PackedLayout)
+
+
+def zvc_threads(unit_bytes: int) -> int:
+    """Return the threads of a block of zero-value compression.
+
+    A thread has its elements in registers, one in each: of single bytes there are the most.
+    """
+    return 1024 if unit_bytes == 1 else 256
+
+
+def zvc_blocks(unit_bytes: int, decodes: bool = False) -> int:
+    """Return the blocks of zero-value compression that a multiprocessor has registers for."""
+    if unit_bytes == 2:
+        return 5 if decodes else 4
+    return 1 if unit_bytes == 1 else 6

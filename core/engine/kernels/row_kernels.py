@@ -26,6 +26,7 @@ from .format import (
     words_of_rows,
 )
 from .rewriting import MAX_REWRITTEN_ROW_BYTES, LeavingRows, OverflowPlaces
+from .typed_products import PackedRows
 
 
 class PreparedRows(Protocol):
@@ -242,6 +243,19 @@ class RowKernels(ABC):
         """
         raise NotImplementedError(f"{type(self).__qualname__} does not rewrite rows")
 
+    def for_products(
+        self,
+        table: TableStorage,
+        dtype: torch.dtype,
+        cache: CacheStorage | None,
+        counters: torch.Tensor | None,
+    ) -> PackedRows | None:
+        """Return rows as typed products read them; None where they are gathered first.
+
+        `table`, `cache` and `counters` are those of `gather`, `dtype` that of the elements.
+        """
+        return None
+
     @abstractmethod
     def locate(
         self, table: TableStorage, ids: torch.Tensor
@@ -389,6 +403,16 @@ class LayoutKernels(RowKernels):
             order=order,
             sm_budget=sm_budget,
         )
+
+    def for_products(
+        self,
+        table: TableStorage,
+        dtype: torch.dtype,
+        cache: CacheStorage | None,
+        counters: torch.Tensor | None,
+    ) -> PackedRows | None:
+        """Return the rows with their layout."""
+        return PackedRows(table, self.layout, dtype, cache, counters)
 
     @property
     def rewrites(self) -> bool:

@@ -286,3 +286,23 @@ class TileTables:
             for part, (name, t) in zip(torch.split(there, words), tables.items(), strict=True)
         }
         return replace(self, **moved)
+
+
+#: Dtypes by the number that floats.cuh has for them.
+TILE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+#: Formats of tiles that tests compile: of each setting every value that makes a difference.
+TILE_FORMATS = tuple(
+    TileFormat(tokens, dim, TILE_DTYPES[kind], granularity, token_pairs, code_bits)
+    for tokens, dim, kind, granularity, token_pairs, code_bits in (
+        (64, 128, 0, Granularity.CHANNEL, False, 10),
+        (64, 128, 0, Granularity.TOKEN_LEVEL, True, 10),
+        (64, 64, 1, Granularity.CHANNEL, False, 10),
+        (64, 64, 1, Granularity.TOKEN_LEVEL, True, 8),
+        (64, 256, 2, Granularity.CHANNEL, False, 10),
+        (64, 80, 0, Granularity.CHANNEL, True, 10),
+        (64, 128, 0, Granularity.BLOCK_RANGE, False, 10),
+        (64, 128, 0, Granularity.TOKEN_RANGE, True, 10),
+        (32, 96, 2, Granularity.CHANNEL_RANGE, False, 9),
+        (16, 16, 1, Granularity.TOKEN_RANGE, True, 10),
+    )
+)

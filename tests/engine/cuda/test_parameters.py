@@ -15,7 +15,16 @@ from bitslab.engine.codecs import Lz4Codec
 from bitslab.engine.codecs.base import first_bad_id
 from bitslab.engine.codecs.vectors import decode_body, encode_body
 from bitslab.engine.kernels import cpu, cuda
-from bitslab.engine.kernels.cpu import attend, bags, blob_copy, blobs, ids, slots
+from bitslab.engine.kernels.cpu import (
+    attend,
+    bags,
+    blob_copy,
+    blobs,
+    ids,
+    segment_sums,
+    slots,
+    typed_products,
+)
 from bitslab.engine.kernels.cuda.frames import BoundKernel
 from bitslab.engine.kernels.cuda.map import FindIds
 from bitslab.engine.kernels.cuda.parameters import Kind, Parameters, in_order, kinds_of
@@ -41,6 +50,7 @@ TWINS: dict[str, Any] = {
     "count_slots": slots.count_slots,
     "count_values": cpu.frequent_values,
     "count_zeros": cpu.count_zeros,
+    "dot_entries": segment_sums.dot_entries,
     "decode_csr": cpu.decode_csr,
     "decode_long_rows": cpu.decode_rows,
     "decode_rle": cpu.decode_rle,
@@ -59,6 +69,8 @@ TWINS: dict[str, Any] = {
     "write_bodies": encode_body,
     "quantise_rows": encode_body,
     "place_bodies": encode_body,
+    "multiply_gradient": typed_products.multiply_gradient,
+    "multiply_rows": typed_products.multiply_rows,
     "number_rows": encode_body,
     "measure_pieces": encode_body,
     "find_rows": encode_body,
@@ -94,7 +106,10 @@ TWINS: dict[str, Any] = {
     "rewrite_rows": cpu.rewrite_rows,
     "rows_of_keys": ids.rows_of_keys,
     "sizes_by_option": cpu.sizes_by_option,
+    "softmax_segments": segment_sums.softmax_segments,
+    "softmax_segments_gradient": segment_sums.softmax_segments_gradient,
     "sound_offsets": bags.sound_offsets,
+    "sum_segments": segment_sums.sum_segments,
     "top_values": cpu.frequent_values,
     "unpack_rest": blobs.check_header,
 }
@@ -122,7 +137,7 @@ def signatures(file: str) -> dict[str, list[tuple[str, str]]]:
     head = r'extern "C" __global__ void __launch_bounds__\([^()]*\)\s+(\w+)\(([^()]*)\)\s*\{'
     found = {}
     for kernel, inside in re.findall(head, text):
-        listed = macros.get(inside.strip(), inside)
+        listed = re.sub(r"\w+_PARAMETERS", lambda found: macros[found.group()], inside)
         listed = re.sub(r"\b(const|volatile|__restrict__)\b", " ", listed)
         found[kernel] = [parameter(each) for each in listed.split(",")]
     assert len(found) == text.count("__global__"), f"a kernel of {file}.cu is written otherwise"

@@ -12,9 +12,13 @@ import bitslab
 from bitslab.engine.codecs.quantized.codec import TileCodec
 from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.cuda import CudaKernels, kernels_on
-from bitslab.engine.kernels.cuda.source import TILE_FORMATS
 from bitslab.engine.kernels.format import NO_ROW, RowStorage, TableStorage
-from bitslab.engine.kernels.tile_format import Granularity, TileFormat, TileTables
+from bitslab.engine.kernels.tile_format import (
+    TILE_FORMATS,
+    Granularity,
+    TileFormat,
+    TileTables,
+)
 from bitslab.errors import CorruptedDataError, IndexRangeError
 from tests.engine.kernels.tile_cases import (
     TileCase,

@@ -25,7 +25,9 @@ from .quantized import TileKernels
 from .rewrite import RewriteKernels
 from .rle import RleKernels
 from .runner import Runner
+from .segment_sums import SegmentKernels
 from .slots import SlotKernels
+from .typed_gemm import TypedGemmKernels
 from .unpack import UnpackKernels
 from .vector_decode import VectorDecodeKernels
 from .vector_encode import VectorEncodeKernels
@@ -58,6 +60,10 @@ class CudaKernels:
         Moves rows between a cache and the host.
     bags : BagKernels
         Pools bags of rows.
+    segments : SegmentKernels
+        Sums over the entries of sparse matrices.
+    typed : TypedGemmKernels
+        Multiplies rows by the weight of their type.
     """
 
     def __init__(self, runner: Runner) -> None:
@@ -66,6 +72,8 @@ class CudaKernels:
         self.slots = SlotKernels(runner)
         self.exchange = ExchangeKernels(runner)
         self.bags = BagKernels(runner)
+        self.segments = SegmentKernels(runner)
+        self.typed = TypedGemmKernels(runner)
         self.count_bits = CountKernels(runner).count_bits
         self.count_zeros = ZeroKernels(runner).count_zeros
         plan = PlanKernels(runner)

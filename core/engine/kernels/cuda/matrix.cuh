@@ -1,5 +1,5 @@
 // Products of small matrices of half values by a warp, and conversions. Registers hold two halves
-// each, the first in the lower half; lane 4 g + t. Every lane of a warp calls the first two.
+// each, the first in the lower half; lane 4 g + t. Every lane of a warp calls the first three.
 // Run on a CPU, all of these come from the test harness instead.
 #ifndef SIMT_HOST
 // c += a b, a of 16 x 16, b of 16 x 8, c of 16 x 8 in float32.
@@ -8,6 +8,13 @@
 __device__ __forceinline__ void multiply_halves(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
   asm volatile(
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+// The same of bfloat16 values.
+__device__ __forceinline__ void multiply_bfloats(float (&c)[4], const unsigned (&a)[4], const unsigned (&b)[2]) {
+  asm volatile(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};\n"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }

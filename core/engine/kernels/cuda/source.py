@@ -20,6 +20,8 @@ from ..blob_format import (
     ZVC_FORM,
     ZVC_ONES,
     ZVC_UNIT_BYTES,
+    zvc_blocks,
+    zvc_threads,
 )
 from ..candidates import AGREED, COLUMNS, FIELD, FIRST, UNIFORM, VALUES, WIDTH
 from ..format import (
@@ -56,10 +58,12 @@ from ..tile_format import (
     MAX_CODE,
     MAX_SYMBOLS,
     SHORT_BITS,
+    TILE_DTYPES,
+    TILE_FORMATS,
     ZERO_SYMBOL,
-    Granularity,
     TileFormat,
 )
+from ..typed_products import PRODUCT_DEFINES, product_settings
 from ..vector_chunks import VECTOR_KERNELS, VECTOR_NUMBERS, vector_settings
 from ..zfp_format import (
     FLOAT_KINDS,
@@ -103,6 +107,13 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "rle": ("count_rle", "pack_rle", "decode_rle"),
     "lz4": ("place_parts", "move_parts", "find_parts", "check_parts", "finish_parts"),
     "zfp": ("encode_zfp", "pack_zfp", "decode_zfp"),
+    "typed_gemm": ("multiply_rows", "multiply_gradient"),
+    "segment_sums": (
+        "sum_segments",
+        "dot_entries",
+        "softmax_segments",
+        "softmax_segments_gradient",
+    ),
     **VECTOR_KERNELS,
 }
 
@@ -159,6 +170,8 @@ KEPT_DEFINES: dict[str, int | str] = {
     "ZFP_FORM": ZFP_FORM,
 }
 #: Kernels of whole tensors, which are compiled for each size or kind of element.
+NAMED_BY_SETTINGS = {"copy", "bags", "attend", "quantized", "zvc", "typed_gemm", "segment_sums"}
+NAMED_BY_SETTINGS |= set(VECTOR_KERNELS)
 UNIT_FILES = ("zeros", "csr", "rle", "zfp")
 
 #: Bytes of the values of rows that are pooled in bags.
@@ -180,9 +193,8 @@ BYTE_FIELDS = {
 }
 
 
-#: What kernels of coded tiles are compiled for; dtypes by the number that floats.cuh has for them.
+#: What kernels of coded tiles are compiled for.
 TILE_SETTINGS = ("KIND", "TOKENS", "DIM", "GRANULARITY", "TOKEN_PAIRS", "LOOKUP_BITS")
-TILE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 #: Warps of a block of the encoders at the most: what registers have room for.
 MAX_ENCODE_WARPS = 20
 #: Warps of a block of the kernel that moves coded tiles together.
@@ -198,23 +210,6 @@ TILE_DEFINES: dict[str, int | str] = {
     "STEP_LEVELS": LEVELS,
     "NO_ROW": f"({NO_ROW + 1}ll-1)",
 }
-#: Formats of tiles that tests compile: of each setting every value that makes a difference.
-TILE_FORMATS = tuple(
-    TileFormat(tokens, dim, TILE_DTYPES[kind], granularity, token_pairs, code_bits)
-    for tokens, dim, kind, granularity, token_pairs, code_bits in (
-        (64, 128, 0, Granularity.CHANNEL, False, 10),
-        (64, 128, 0, Granularity.TOKEN_LEVEL, True, 10),
-        (64, 64, 1, Granularity.CHANNEL, False, 10),
-        (64, 64, 1, Granularity.TOKEN_LEVEL, True, 8),
-        (64, 256, 2, Granularity.CHANNEL, False, 10),
-        (64, 80, 0, Granularity.CHANNEL, True, 10),
-        (64, 128, 0, Granularity.BLOCK_RANGE, False, 10),
-        (64, 128, 0, Granularity.TOKEN_RANGE, True, 10),
-        (32, 96, 2, Granularity.CHANNEL_RANGE, False, 9),
-        (16, 16, 1, Granularity.TOKEN_RANGE, True, 10),
-    )
-)
-
 #: Blocks that pack the rows of a tensor for which a multiprocessor has registers.
 PACK_BLOCKS = 4
 
@@ -244,7 +239,8 @@ class Variant:
     Parameters
     ----------
     file : str
-        ``"count"``, ``"encode"``, ``"rewrite"``, ``"pack"``, ``"decode"`` or ``"gather"``.
+        ``"count"``, ``"encode"``, ``"rewrite"``, ``"pack"``, ``"decode"``, ``"gather"`` or
+        ``"typed_gemm"``, whose chunks are the values that it multiplies.
     chunk_bytes, code_bits, grouped, uniform
         As in RowFormat; counting knows only chunk_bytes.
     vector : int
@@ -291,6 +287,9 @@ class Variant:
         wide = self.vector > 1
         if self.file == "gather":
             defines |= CACHE_DEFINES
+        elif self.file == "typed_gemm":
+            defines |= CACHE_DEFINES | PRODUCT_DEFINES[self.chunk_bytes] | {"PACKED": 1}
+            defines["GRADIENT_BLOCKS"] = 2 if self.byte_field else 1
         else:
             defines["COUNTED"] = int(self.counted)
         return defines | {
@@ -347,9 +346,10 @@ class PlainVariant:
         """Readable name, for tests and logs."""
         if self.file in UNIT_FILES:
             return f"{self.file}-" + "-".join(f"{k.lower()}{v}" for k, v in self.settings[:1])
-        if self.file not in ("copy", "bags", "attend", "quantized", "zvc", *VECTOR_KERNELS):
+        if self.file not in NAMED_BY_SETTINGS:
             return self.file
-        most = {"quantized": len(TILE_SETTINGS), "zvc": 1, **dict.fromkeys(VECTOR_KERNELS, 2)}
+        most = {"quantized": len(TILE_SETTINGS), "zvc": 1, "typed_gemm": 1}
+        most |= dict.fromkeys(VECTOR_KERNELS, 2)
         named = self.settings[: most.get(self.file)]
         return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in named)])
 
@@ -423,6 +423,17 @@ def bags_variant(value_bytes: int, vector: int) -> PlainVariant:
     return PlainVariant("bags", (("VALUE_BYTES", value_bytes), ("VECTOR", vector)))
 
 
+def segment_sums_variant(real_bytes: int, vector: int) -> PlainVariant:
+    """Return the sums over entries that load `vector` floats of `real_bytes` at once."""
+    return PlainVariant("segment_sums", (("REAL_BYTES", real_bytes), ("VECTOR", vector)))
+
+
+def typed_gemm_variant(value_bytes: int) -> PlainVariant:
+    """Return the typed products of raw rows, of values of so many bytes."""
+    settings = product_settings(value_bytes) | CACHE_DEFINES
+    return PlainVariant("typed_gemm", tuple(settings.items()))
+
+
 def tile_stride(dim: int) -> int:
     """Return the bytes from a token to the next among the codes of a tile in shared memory.
 
@@ -482,21 +493,6 @@ def attend_variant(groups: int, row_groups: int, dtype: torch.dtype) -> PlainVar
         ("MAX_THREADS", threads),
     )
     return PlainVariant("attend", settings)
-
-
-def zvc_threads(unit_bytes: int) -> int:
-    """Return the threads of a block of zero-value compression.
-
-    A thread has its elements in registers, one in each: of single bytes there are the most.
-    """
-    return 1024 if unit_bytes == 1 else 256
-
-
-def zvc_blocks(unit_bytes: int, decodes: bool = False) -> int:
-    """Return the blocks of zero-value compression that a multiprocessor has registers for."""
-    if unit_bytes == 2:
-        return 5 if decodes else 4
-    return 1 if unit_bytes == 1 else 6
 
 
 def zvc_variant(unit_bytes: int) -> PlainVariant:
@@ -565,6 +561,8 @@ def all_variants() -> Iterator[AnyVariant]:
         (16, 1, torch.bfloat16),
     ):
         yield attend_variant(groups, rows, dtype)
+    yield from map(typed_gemm_variant, PRODUCT_DEFINES)
+    yield from (segment_sums_variant(size, v) for size in (4, 8) for v in (1, 16 // size))
     for unit, pieces in COPY_PIECES.items():
         yield from (copy_variant(unit, piece) for piece in pieces)
     for width in CHUNK_BYTES:
@@ -583,11 +581,14 @@ def all_variants() -> Iterator[AnyVariant]:
             if uniform:  # as all rows of whole tensors
                 yield Variant("decode", width, bits, grouped, uniform, vector, counted=True)
             yield Variant("gather", width, bits, grouped, uniform, vector)
+        if width in PRODUCT_DEFINES:
+            widest = widest_vector(width, uniform)
+            yield Variant("typed_gemm", width, bits, grouped, uniform, widest)
     for width, grouped in product(BYTE_FIELDS, (False, True)):
         yield Variant("encode", width, 3, grouped, True, byte_field=True)
         yield Variant("rewrite", width, 3, grouped, True, byte_field=True)
         yield Variant("pack", width, 3, grouped, True, byte_field=True)
-        for file in ("decode", "gather"):
+        for file in ("decode", "gather", "typed_gemm"):
             yield Variant(file, width, 3, grouped, True, widest_vector(width, True), True)
         widest = widest_vector(width, True)
         yield Variant("decode", width, 3, grouped, True, widest, True, counted=True)

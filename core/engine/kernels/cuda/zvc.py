@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..blob_format import ALIGN_BYTES, ZvcLayout
+from ..blob_format import ALIGN_BYTES, ZvcLayout, zvc_blocks, zvc_threads
 from .parameters import Address, Int32, Int64, Parameters
 from .runner import Launch, Runner
-from .source import zvc_blocks, zvc_threads, zvc_variant
+from .source import zvc_variant
 from .tiles import aligned_to
 
 

@@ -1,0 +1,427 @@
+"""What `relational.py` measures on a GPU: layers beside peers, and products of packed rows.
+
+Rows are printed as they are measured, graphs from small to large, until the seconds are used up.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from timing import gpu_seconds, markdown, say
+from torch import nn
+from torch_geometric import nn as gnn
+
+from bitslab import CompressedTable, SlabCache
+from bitslab.engine.kernels.cuda import kernels_on
+from bitslab.engine.kernels.cuda.typed_gemm import TypedTiles
+from bitslab.integrations import pyg
+from bitslab.relational import TYPED_SUM, CompiledProgram, Passes, RelationalGraph, rgat
+
+Table = list[dict[str, Any]]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # tests have no GPU
+
+#: Nodes, edges and relations of data sets, from their own descriptions (table 1 of R-GCN for AIFB,
+#: MUTAG, BGS and AM), and distinct (source, relation) pairs over edges: of FB15k-237 and AM those
+#: of the thesis, of mag-0.1 as counted, else a half.
+SIZES = {
+    "AIFB": (8_285, 29_043, 45, 0.5),
+    "MUTAG": (23_644, 74_227, 23, 0.5),
+    "FB15k-237": (14_541, 310_116, 237, 0.26),
+    "mag-0.1": (132_000, 345_172, 6, 0.412),
+    "BGS": (333_845, 916_199, 103, 0.5),
+    "BioKG": (93_773, 5_088_434, 51, 0.5),
+    "AM": (1_666_764, 5_988_321, 133, 0.57),
+    "WikiKG2": (2_500_604, 17_137_181, 535, 0.5),
+    "ogbn-mag": (1_939_743, 21_111_007, 4, 0.5),
+}
+#: Issue 23: geometric means over graphs against the best of PyG's layers, inference and training.
+TARGETS = {"RGCN": (1.79, 2.59), "RGAT": (8.56, 11.34), "HGT": (2.87, 8.02)}
+
+
+class Printer:
+    """Prints the rows of a table as they come, and keeps them; beside JSON to standard error."""
+
+    def __init__(self, title: str, json: bool = False) -> None:
+        self.title, self.rows = title, Table()
+        self.file = sys.stderr if json else sys.stdout
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        lines = markdown(self.title, [row]).strip().splitlines()
+        shown = lines if len(self.rows) == 1 else lines[-1:]
+        print("\n".join(shown), file=self.file, flush=True)
+
+
+@dataclass
+class Clock:
+    """How long the parts may still take."""
+
+    end: float
+
+    def over(self) -> bool:
+        return time.monotonic() > self.end
+
+
+@dataclass
+class Drawn:
+    """A graph of a data set's sizes on the GPU; edges are sorted by relation for plain torch."""
+
+    name: str
+    nodes: int
+    relations: int
+    edges: torch.Tensor
+    types: torch.Tensor
+
+    def by_type(self) -> dict[Any, torch.Tensor]:
+        bounds = torch.searchsorted(
+            self.types, torch.arange(self.relations + 1, device=self.types.device)
+        ).tolist()
+        return {
+            ("n", f"r{r}", "n"): self.edges[:, low:high]
+            for r, (low, high) in enumerate(itertools.pairwise(bounds))
+        }
+
+
+def drawn(name: str, sizes: tuple[int, int, int, float] | None = None) -> Drawn:
+    """Draw a graph: edges share (source, relation) pairs; relations and destinations are skewed."""
+    nodes, n, relations, ratio = sizes or SIZES[name]
+    draw = torch.Generator(device=DEVICE).manual_seed(0)
+
+    def uniform(count: int) -> torch.Tensor:
+        return torch.rand(count, device=DEVICE, generator=draw)
+
+    pairs = int(n * ratio)
+    pair_src = (uniform(pairs) * nodes).long()
+    pair_type = (uniform(pairs).square() * relations).long()
+    pair = torch.cat([torch.arange(pairs, device=DEVICE), (uniform(n - pairs) * pairs).long()])
+    dst = (uniform(n).square() * nodes).long()
+    types, order = torch.sort(pair_type[pair], stable=True)
+    return Drawn(name, nodes, relations, torch.stack([pair_src[pair][order], dst[order]]), types)
+
+
+class Plain(nn.Module):
+    """The layers in plain torch: edges sorted by relation, one product a relation, index_add."""
+
+    def __init__(self, model: str, layer: Any, graph: Drawn) -> None:
+        super().__init__()
+        self.model, self.graph = model, graph
+        self.layer: Any = layer
+        at = torch.arange(graph.relations + 1, device=DEVICE)
+        self.bounds = torch.searchsorted(graph.types, at).tolist()
+        src, dst = graph.edges
+        key = dst * graph.relations + graph.types
+        _, inverse, counts = torch.unique(key, return_inverse=True, return_counts=True)
+        self.norm = counts[inverse].float().reciprocal()[:, None]
+
+    def products(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        parts = [
+            rows[low:high] @ weight[r]
+            for r, (low, high) in enumerate(itertools.pairwise(self.bounds))
+        ]
+        return torch.cat(parts)
+
+    def summed(self, messages: torch.Tensor) -> torch.Tensor:
+        out = messages.new_zeros(self.graph.nodes, messages.shape[1])
+        return out.index_add(0, self.graph.edges[1], messages)
+
+    def softmax(self, score: torch.Tensor) -> torch.Tensor:
+        dst = self.graph.edges[1]
+        largest = score.new_full((self.graph.nodes,), -torch.inf)
+        largest = largest.scatter_reduce(0, dst, score.detach(), "amax")
+        score = (score - largest[dst]).exp()
+        return score / score.new_zeros(self.graph.nodes).index_add(0, dst, score)[dst]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        src, dst = self.graph.edges
+        layer = self.layer
+        if self.model == "RGCN":
+            messages = self.products(x[src], layer.weight) * self.norm
+            out: torch.Tensor = self.summed(messages) + x @ layer.root + layer.bias
+            return out
+        if self.model == "RGAT":
+            message = self.products(x[src], layer.weight)
+            score = message @ layer.k + self.products(x[dst], layer.weight) @ layer.q
+            attention = self.softmax(nn.functional.leaky_relu(score[:, 0], layer.negative_slope))
+            out = self.summed(attention[:, None] * message) + layer.bias
+            return out
+        k, q, v = layer.kqv_lin({"n": x})["n"].chunk(3, 1)
+        prior = torch.cat([layer.p_rel["__".join(t)][0] for t in layer.edge_types])
+        key = self.products(k[src], layer.k_rel.weight)
+        score = (key * q[dst]).sum(1) * prior[self.graph.types] / x.shape[1] ** 0.5
+        messages = self.products(v[src], layer.v_rel.weight)
+        out = self.summed(self.softmax(score)[:, None] * messages)
+        out = layer.out_lin({"n": nn.functional.gelu(out)})["n"]
+        return torch.lerp(x, out, layer.skip["n"].sigmoid())
+
+
+def models(
+    graph: Drawn, dim: int, wanted: list[str]
+) -> Iterator[tuple[str, dict[str, Callable[..., Any]]]]:
+    """Yield each model with the ways to run it on features, all with the same parameters."""
+    edges = (graph.edges, graph.types)
+    by_type = graph.by_type()
+    meta = (["n"], list(by_type))
+    for name, plain, compiled in (
+        ("RGCN", gnn.RGCNConv, pyg.RGCNConv),
+        ("RGAT", gnn.RGATConv, pyg.RGATConv),
+        ("HGT", gnn.HGTConv, pyg.HGTConv),
+    ):
+        if name not in wanted:
+            continue
+        given = (meta,) if name == "HGT" else (graph.relations,)
+        peer = plain(dim, dim, *given).to(DEVICE)
+        ours = compiled(dim, dim, *given).to(DEVICE)
+        ours.load_state_dict(peer.state_dict())
+
+        def run(layer: Any, name: str = name) -> Callable[..., Any]:
+            if name == "HGT":
+                return lambda x: layer({"n": x}, by_type)["n"]
+            return lambda x: layer(x, *edges)
+
+        yield (
+            name,
+            {
+                "ours": run(ours),
+                "PyG": run(peer),
+                "torch": Plain(name, copy.deepcopy(peer), graph),
+            },
+        )
+
+
+def wall_seconds(run: Callable[[], Any], repetitions: int = 5) -> float:
+    """Return the median time of a run with its launches, the GPU idle before and after."""
+    times = []
+    for i in range(repetitions + 2):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        if i > 1:
+            times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def measured(run: Callable[[], Any]) -> tuple[float, float] | None:
+    """Return milliseconds and MiB of peak memory beyond what is held; None where there is none."""
+    try:
+        run()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        held = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        peak = (torch.cuda.max_memory_allocated() - held) / 2**20
+        return 1e3 * wall_seconds(run), peak
+    except torch.OutOfMemoryError:
+        torch.cuda.empty_cache()
+        return None
+
+
+def layers(arguments: Any, clock: Clock) -> Table:
+    """Measure the layers beside PyG's and plain torch: milliseconds, and MiB of peak memory."""
+    on = torch.cuda.get_device_name()
+    table = Printer(f"Layers on {on}, dims {arguments.dim}, ms (peak MiB)", arguments.json)
+    for name in arguments.graphs or SIZES:
+        if clock.over():
+            say(f"left out: {name} and larger graphs (--seconds-limit)")
+            break
+        graph = drawn(name)
+        sizes = (graph.nodes, graph.relations)
+        plan = functools.partial(RelationalGraph, graph.edges, graph.types, *sizes)
+        plan_ms = 1e3 * wall_seconds(plan)
+        for model, ways in models(graph, arguments.dim, arguments.models):
+            begun = {"graph": name, "model": model, "plan ms": f"{plan_ms:.1f}"}
+            table.add(begun | layer_row(ways, graph.nodes, arguments.dim, clock))
+    for model, goals in TARGETS.items():
+        for goal, what in zip(goals, ("inference", "step"), strict=True):
+            of_model = [r[f"PyG/ours {what}"] for r in table.rows if r["model"] == model]
+            ratios = [float(ratio) for ratio in of_model if ratio != "-"]
+            if ratios:
+                mean = statistics.geometric_mean(ratios)
+                verdict = "ok" if mean >= goal else "missed"
+                say(f"{model}, {what}: {mean:.2f} times PyG's (>= {goal}: {verdict})")
+    return table.rows
+
+
+def layer_row(
+    ways: dict[str, Callable[..., Any]], nodes: int, dim: int, clock: Clock
+) -> dict[str, Any]:
+    """Measure one layer: ours, PyG's and that of plain torch."""
+    x = torch.randn(nodes, dim, device=DEVICE)
+    leaf = x.clone().requires_grad_()
+
+    def infer(run: Callable[..., Any]) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = run(x)
+            return found
+
+    def step(run: Callable[..., Any]) -> None:
+        leaf.grad = None
+        run(leaf).square().mean().backward()
+
+    row: dict[str, Any] = {}
+    expected = infer(ways["torch"])
+    error = float((infer(ways["ours"]) - expected).abs().max() / expected.abs().max())
+    row["error"] = f"{error:.0e}"
+    del expected
+    found: dict[tuple[str, str], float] = {}
+    for (way, run), (what, work) in itertools.product(
+        ways.items(), (("inference", infer), ("step", step))
+    ):
+        took = None if clock.over() else measured(functools.partial(work, run))
+        if took is not None:
+            found[way, what] = took[0]
+        row[f"{way} {what}"] = "-" if took is None else f"{took[0]:.3f} ({took[1]:.0f})"
+    for what, way in itertools.product(("inference", "step"), ("PyG", "torch")):
+        both = found.get((way, what)), found.get(("ours", what))
+        row[f"{way}/ours {what}"] = f"{both[0] / both[1]:.2f}" if both[0] and both[1] else "-"
+    return row
+
+
+def passes(arguments: Any, clock: Clock) -> Table:
+    """Measure programs with each pass off (table 3.5 of the thesis)."""
+    table = Printer("Passes on a GPU: ms of a training step", arguments.json)
+    for name in arguments.graphs or ("AIFB", "FB15k-237", "AM"):
+        if clock.over():
+            say(f"left out: {name} (--seconds-limit)")
+            break
+        graph = drawn(name)
+        table.add({"graph": name, "model": "RGCN"} | pass_row(graph, TYPED_SUM, arguments.dim))
+        attended = rgat(1, 0.2, False, False)
+        assert attended is not None
+        table.add({"graph": name, "model": "RGAT"} | pass_row(graph, attended, arguments.dim))
+    return table.rows
+
+
+def pass_row(graph: Drawn, program: CompiledProgram, dim: int) -> dict[str, Any]:
+    """Measure a training step of a program with all passes, and without each."""
+    plan = RelationalGraph(graph.edges, graph.types, graph.nodes, graph.relations)
+    shapes = {
+        "x": (graph.nodes, dim),
+        "y": (graph.nodes, dim),
+        "weight": (graph.relations, dim, dim),
+        "q": (dim, 1),
+        "k": (dim, 1),
+    }
+    inputs = [
+        torch.randn(*shapes[name], device=DEVICE, requires_grad=True)
+        for name in program.program.names
+    ]
+
+    def step(compiled: CompiledProgram) -> None:
+        out = compiled(plan, *inputs)
+        (out[0] if isinstance(out, tuple) else out).square().mean().backward()
+
+    row = {}
+    for off in ("", "reorder", "compact", "sides", "fuse"):
+        compiled = program.program.compile(Passes(**({off: False} if off else {})))
+        took = measured(functools.partial(step, compiled))
+        row[f"no {off}" if off else "all"] = f"{took[0]:.3f}" if took else "-"
+    return row
+
+
+def decode(arguments: Any, clock: Clock) -> Table:
+    """Measure products over packed rows beside those over raw rows, and beside decoding alone."""
+    table = Printer("Typed products of packed rows, 64 columns, 8 relations: ms", arguments.json)
+    sizes = (1024, 2048, 256, 512)
+    for dtype, row_bytes in itertools.product((torch.float32, torch.bfloat16), sizes):
+        if clock.over():
+            say("left out: more rows of packed products (--seconds-limit)")
+            break
+        table.add(decode_row(dtype, row_bytes, (arguments.mib << 20) // row_bytes))
+    return table.rows
+
+
+def decode_row(dtype: torch.dtype, row_bytes: int, n: int) -> dict[str, Any]:
+    """Measure products of n rows of a length."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    kernels = kernels_on(device).typed
+    depth = row_bytes // dtype.itemsize
+    x = (0.02 * torch.randn(n, depth, generator=torch.Generator().manual_seed(0))).to(dtype)
+    host = CompressedTable.from_tensor(x, progress=False)
+    cache = SlabCache(host, int(1.05 * x.nbytes))
+    cache.fill(torch.arange(n))
+    raw = x.to(device)
+    index = torch.randperm(n, device=device)
+    weight = torch.randn(8, depth, 64, device=device).to(dtype)
+    bounds = [i * n // 8 for i in range(9)]
+    tiles = TypedTiles.of(bounds, device)
+    out = torch.empty(n, 64, dtype=dtype, device=device)
+    rows = torch.empty_like(raw)
+
+    def by_table(source: CompressedTable | SlabCache) -> None:
+        with source.read_by_products(device) as packed:
+            if packed is None or not kernels.takes(packed, depth):
+                raise SystemExit(f"{host!r} is not taken by typed products")
+            kernels.product(packed, weight, tiles, out, index=index)
+
+    def in_two_steps(_: int) -> None:
+        cache.gather(index, out=rows)
+        kernels.product(rows, weight, tiles, out)
+
+    def by_torch(_: int) -> None:
+        torch.index_select(raw, 0, index, out=rows)
+        for r, (low, high) in enumerate(itertools.pairwise(bounds)):
+            torch.mm(rows[low:high], weight[r], out=out[low:high])
+
+    def ms(run: Callable[[int], Any]) -> float:
+        return 1e3 * gpu_seconds(run, 7)
+
+    torch_ms = ms(by_torch)
+    raw_ms = ms(lambda _: kernels.product(raw, weight, tiles, out, index=index))
+    expected = out.clone()
+    packed_ms = ms(lambda _: by_table(cache))
+    same = torch.equal(out, expected)
+    decode_ms = ms(lambda _: cache.gather(index, out=rows))
+    two_ms = ms(in_two_steps)
+    host_ms = ms(lambda _: by_table(host))
+    gather_ms = ms(lambda _: host.gather(index, out=rows, sort=False))
+    limit = raw_ms if row_bytes >= 1024 else max(raw_ms, decode_ms)
+    packed_bytes = host.nbytes
+    row = {
+        "dtype": str(dtype).removeprefix("torch."),
+        "row": f"{row_bytes} B",
+        "ratio": f"{host.ratio:.2f}",
+        "raw": f"{raw_ms:.3f}",
+        "torch": f"{torch_ms:.3f}",
+        "decode alone": f"{decode_ms:.3f}",
+        "packed": f"{packed_ms:.3f}",
+        "packed/limit (<= 1.15)": f"{packed_ms / limit:.2f}",
+        "two steps": f"{two_ms:.3f}",
+        "two steps/packed (>= 1.3)": f"{two_ms / packed_ms:.2f}",
+        "host gather": f"{gather_ms:.3f}",
+        "host packed": f"{host_ms:.3f}",
+        "host rate (>= 0.9)": f"{gather_ms / host_ms:.2f}",
+        "GB/s packed": f"{packed_bytes / host_ms / 1e6:.1f}",
+        "same bits": "yes" if same else "NO",
+    }
+    cache.close()
+    host.close()
+    return row
+
+
+def run(arguments: Any) -> dict[str, Table]:
+    """Run the parts that are asked for; their tables by title."""
+    clock = Clock(time.monotonic() + arguments.seconds_limit)
+    parts: dict[str, Callable[[Any, Clock], Table]] = {
+        "decode": decode,
+        "gpu": layers,
+        "passes": passes,
+    }
+    wanted = [name for name in parts if name in arguments.only]
+    tables = {}
+    for place, name in enumerate(wanted):
+        # What is left is shared by the parts that are left.
+        left = clock.end - time.monotonic()
+        mine = Clock(time.monotonic() + left / (len(wanted) - place))
+        tables[name] = parts[name](arguments, mine)
+    return tables

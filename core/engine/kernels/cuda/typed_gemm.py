@@ -1,0 +1,238 @@
+"""Rows times the weight of their type on a GPU, plain or packed; see typed_gemm.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..format import ceil_div
+from ..typed_products import (
+    CHUNK_TILES,
+    GRADIENT_DEPTH,
+    PRODUCT_DTYPES,
+    TILE_COLUMNS,
+    TILE_ROWS,
+    PackedRows,
+)
+from .parameters import Address, Int64, Parameters, Value, in_order
+from .product_source import RowSource, SharedMemory, SourceParameters, staged
+from .runner import Launch, Runner
+from .source import AnyVariant
+from .tiles import THREADS
+
+#: Of a multiprocessor's shared memory what blocks cannot have: static arrays, the driver's part.
+RESERVED_BYTES = 4 << 10
+BLOCKS = 2  # of a multiprocessor, for which there are registers
+
+
+@dataclass(init=False)
+class MultiplyRows(SourceParameters):
+    """Parameters of `multiply_rows`.
+
+    Those of the rows that are read; int64 `scatter` ``[rows]``, and `scale` of the rows' dtype, or
+    None.
+    """
+
+    kernel = "multiply_rows"
+
+    n_tiles: Int64
+    weight: Address
+    weight_stride: Int64
+    scatter: Address
+    scale: Address
+    out: Address
+    out_stride: Int64
+
+
+@dataclass(init=False)
+class MultiplyGradient(SourceParameters):
+    """Parameters of `multiply_gradient`: as `multiply_rows`, with int64 chunks ``[n, 2]`` of tiles.
+
+    `g` has the gradient's rows, in the order of the tiles; `out` is float32
+    ``[n, depth, width]``.
+    """
+
+    kernel = "multiply_gradient"
+
+    chunk_tiles: Address
+    g: Address
+    g_stride: Int64
+    out: Address
+
+
+@dataclass(frozen=True)
+class TypedTiles:
+    """How rows that are sorted by type are cut for typed products, on their device.
+
+    Attributes
+    ----------
+    tiles : torch.Tensor
+        int64 ``[tiles, 3]``: type, first row, and the end of the type's rows.
+    chunks : torch.Tensor
+        int64 ``[chunks, 2]``: first and last tile of each, of one type.
+    chunk_starts : torch.Tensor
+        int64 ``[types + 1]``: the first chunk of each type.
+    """
+
+    tiles: torch.Tensor
+    chunks: torch.Tensor
+    chunk_starts: torch.Tensor
+
+    @classmethod
+    def of(cls, bounds: list[int], device: torch.device) -> TypedTiles:
+        """Return the tiles of types whose rows begin at `bounds`, which has their end too."""
+        ends = torch.tensor(bounds, dtype=torch.int64)
+        kinds, begins, first_tile = _cut(ends, TILE_ROWS)
+        tiles = torch.stack([kinds, begins, ends[1:][kinds]], 1)
+        of_chunk, chunk_begins, chunk_starts = _cut(first_tile, CHUNK_TILES)
+        last = torch.minimum(chunk_begins + CHUNK_TILES, first_tile[1:][of_chunk])
+        chunks = torch.stack([chunk_begins, last], 1)
+        return cls(tiles.to(device), chunks.to(device), chunk_starts.to(device))
+
+
+def _cut(ends: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cut ranges into pieces of `size`; return range and begin of each, and each range's first."""
+    counts = -(-ends.diff() // size)
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    kinds = torch.arange(len(counts)).repeat_interleave(counts)
+    place = torch.arange(len(kinds)) - starts[kinds]
+    return kinds, ends[kinds] + size * place, starts
+
+
+class TypedGemmKernels:
+    """The kernels of typed_gemm.cu on one GPU.
+
+    Parameters
+    ----------
+    runner : Runner
+        Of the device.
+    """
+
+    def __init__(self, runner: Runner) -> None:
+        self._runner = runner
+        self._launches: dict[tuple[AnyVariant, int, type[Parameters]], Launch] = {}
+
+    def takes(self, x: torch.Tensor | PackedRows, depth: int) -> bool:
+        """Return whether there are kernels for rows of `depth` elements.
+
+        Rows must fit shared memory, and be of PRODUCT_DTYPES. Packed ones are to have chunks of one
+        element, in one cluster, and rows of whole 16 bytes.
+        """
+        if x.dtype not in PRODUCT_DTYPES:
+            return False
+        size = x.dtype.itemsize
+        stage_words = 0
+        if isinstance(x, PackedRows):
+            shape = staged(x)
+            if shape is None:
+                return False
+            stage_words = shape.stage_words
+        most = self._runner.shared_bytes_per_multiprocessor - RESERVED_BYTES
+        return SharedMemory(depth, size, stage_words).shared_bytes <= most
+
+    def product(
+        self,
+        x: torch.Tensor | PackedRows,
+        weight: torch.Tensor,
+        tiles: TypedTiles,
+        out: torch.Tensor,
+        *,
+        index: torch.Tensor | None = None,
+        scatter: torch.Tensor | None = None,
+        scale: torch.Tensor | None = None,
+    ) -> None:
+        """Multiply rows by the weight of their type; see `cpu.typed_products.multiply_rows`.
+
+        ``out[scatter] = scale * x[index] weight[type]``.
+
+        Parameters
+        ----------
+        x : torch.Tensor or PackedRows
+            ``[N, K]`` of one of PRODUCT_DTYPES, rows contiguous; what `takes` accepts.
+        weight : torch.Tensor
+            ``[types, K, M]`` of x's dtype, each contiguous.
+        tiles : TypedTiles
+            Of the rows that are multiplied, sorted by type.
+        out : torch.Tensor
+            ``[rows, M]`` of x's dtype, rows contiguous.
+        index, scatter : torch.Tensor, optional
+            int64 ``[rows]``, contiguous and in range: the row of x, and of `out`, of each row.
+        scale : torch.Tensor, optional
+            ``[rows]`` of x's dtype, contiguous: what each row of the product is multiplied by.
+        """
+        n_tiles, depth = tiles.tiles.shape[0], weight.shape[1]
+        if not n_tiles or not out.numel():
+            return
+        source = RowSource(x, depth, index)
+        at_once = self._runner.multiprocessors * BLOCKS
+        values: dict[str, Value] = {
+            "n_tiles": n_tiles,
+            "weight": weight,
+            "weight_stride": weight.stride(0),
+            "scatter": scatter,
+            "scale": scale,
+            "out": out,
+            "out_stride": out.stride(0),
+        }
+        self._start(MultiplyRows, min(n_tiles, at_once), source, tiles, weight.shape[2], values)
+
+    def gradient(
+        self,
+        x: torch.Tensor | PackedRows,
+        g: torch.Tensor,
+        tiles: TypedTiles,
+        depth: int,
+        *,
+        index: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return the gradient of the weights of `product`, summed in float32 and without atomics.
+
+        Parameters
+        ----------
+        x, tiles, index
+            As for `product`.
+        g : torch.Tensor
+            ``[rows, M]`` of x's dtype, rows contiguous: the gradient of the product.
+        depth : int
+            K.
+
+        Returns
+        -------
+        torch.Tensor
+            ``[types, K, M]`` of x's dtype; zeros for a type without rows.
+        """
+        n_chunks, width = tiles.chunks.shape[0], g.shape[1]
+        parts = torch.empty(n_chunks, depth, width, dtype=torch.float32, device=g.device)
+        if parts.numel():
+            grid = (n_chunks, ceil_div(depth, GRADIENT_DEPTH), ceil_div(width, TILE_COLUMNS))
+            values: dict[str, Value] = {"chunk_tiles": tiles.chunks, "g": g, "out": parts}
+            values["g_stride"] = g.stride(0)
+            self._start(MultiplyGradient, grid, RowSource(x, depth, index), tiles, width, values)
+        flat = parts.view(n_chunks, depth * width)
+        starts = tiles.chunk_starts
+        summed = torch.segment_reduce(flat, "sum", offsets=starts, axis=0, initial=0)
+        return summed.view(-1, depth, width).to(g.dtype)
+
+    def _start(
+        self,
+        parameters: type[Parameters],
+        grid: int | tuple[int, int, int],
+        source: RowSource,
+        tiles: TypedTiles,
+        width: int,
+        values: dict[str, Value],
+    ) -> None:
+        memory = source.memory
+        key = (source.variant, memory.shared_bytes, parameters)
+        launch = self._launches.get(key)
+        if launch is None:
+            launch = self._launches[key] = self._runner.bind(
+                source.variant, parameters, THREADS, memory.shared_bytes
+            )
+        common: dict[str, Value] = {
+            "mailbox": self._runner.mailbox,
+            "tiles": tiles.tiles,
+            "width": width,
+        }
+        launch(grid, *in_order(parameters, {**source.values, **common, **values}))

@@ -1,0 +1,77 @@
+"""Sizes of typed products, which their kernels and launchers share: see cuda/typed_gemm.cu."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .format import CacheStorage, RowLayout, TableStorage
+
+TILE_ROWS = 32  # of one type, that a block multiplies at once
+TILE_COLUMNS = 64  # of a weight
+GRADIENT_DEPTH = 256  # rows of a weight whose gradient a block sums
+#: Tiles whose gradients a block sums, one after another.
+CHUNK_TILES = 32
+#: Dtypes of rows and weights.
+PRODUCT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+#: By bytes of a value what a block takes of a weight at once. The strides of 16-bit values keep the
+#: lanes of a warp in banks of their own.
+PRODUCT_DEFINES = {
+    size: {
+        "TILE_ROWS": TILE_ROWS,
+        "TILE_COLUMNS": TILE_COLUMNS,
+        "SLICE_DEPTH": 128 // size,
+        "SLICE_STRIDE": TILE_COLUMNS if size == 4 else TILE_COLUMNS + 8,
+        "GRADIENT_DEPTH": GRADIENT_DEPTH,
+    }
+    for size in (2, 4)
+}
+
+
+def product_settings(value_bytes: int) -> dict[str, int]:
+    """Return the definitions of the kernels of raw rows, of values of so many bytes."""
+    return {"CHUNK_BYTES": value_bytes, "PACKED": 0, "GRADIENT_BLOCKS": 2} | PRODUCT_DEFINES[
+        value_bytes
+    ]
+
+
+def shared_row_bytes(depth: int, value_bytes: int) -> int:
+    """Return the bytes from a row to the next in shared memory: whole steps of 16, and 16 bytes."""
+    return -(-depth // 16) * 16 * value_bytes + 16
+
+
+def slice_bytes(value_bytes: int) -> int:
+    """Return the bytes of the two slices of a weight."""
+    sizes = PRODUCT_DEFINES[value_bytes]
+    return 2 * sizes["SLICE_DEPTH"] * sizes["SLICE_STRIDE"] * value_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class PackedRows:
+    """Rows of a table as a typed product reads them, on one GPU.
+
+    Parameters
+    ----------
+    table : TableStorage
+        Packed rows, one item each; the words may lie in page-locked host memory.
+    layout : RowLayout
+        How they are packed, or those of the cache where the table is raw.
+    dtype : torch.dtype
+        Of their elements.
+    cache : CacheStorage or None
+        Rows that its map holds are taken from its slabs.
+    counters : torch.Tensor or None
+        As for `RowKernels.gather`.
+    """
+
+    table: TableStorage
+    layout: RowLayout
+    dtype: torch.dtype
+    cache: CacheStorage | None = None
+    counters: torch.Tensor | None = None
+
+    @property
+    def max_words(self) -> int:
+        """Words that a row's place in shared memory holds."""
+        return max(self.table.max_words, 0 if self.cache is None else self.cache.max_words)

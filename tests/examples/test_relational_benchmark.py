@@ -1,0 +1,44 @@
+"""What benchmarks/relational_gpu.py compares: layers of plain torch give the results of PyG's."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from typing import Any
+
+import pytest
+import torch
+
+from .conftest import ROOT
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module("relational_gpu")
+
+
+@pytest.mark.parametrize("model", ["RGCN", "RGAT", "HGT"])
+def test_peers_compute_the_same(model, benchmark):
+    graph = benchmark.drawn("small", (40, 300, 5, 0.4))
+    assert graph.edges.shape == (2, 300) and int(graph.edges.max()) < 40
+    x = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    ((name, ways),) = benchmark.models(graph, 8, [model])
+    assert name == model
+    expected = ways["PyG"](x)
+    for way in ("ours", "torch"):
+        torch.testing.assert_close(ways[way](x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_rows_are_printed_as_they_come(benchmark, capsys):
+    table = benchmark.Printer("Title")
+    table.add({"a": 1})
+    assert capsys.readouterr().out.splitlines()[-1] == "| 1 |"
+    table.add({"a": 2})
+    assert capsys.readouterr().out.splitlines() == ["| 2 |"]
+    assert table.rows == [{"a": 1}, {"a": 2}]
+
+
+def test_the_clock_ends(benchmark):
+    assert benchmark.Clock(time.monotonic() - 1).over()
+    assert not benchmark.Clock(time.monotonic() + 60).over()

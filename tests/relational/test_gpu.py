@@ -1,0 +1,103 @@
+"""Relational programs on a real GPU: the CPU's results, packed rows, and when the host waits."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bitslab
+from bitslab.relational import Passes, RelationalGraph
+from tests.gpu import waiting_raises
+from tests.relational.oracle import random_graph
+from tests.relational.programs import PROGRAMS, inputs_of, rgcn
+
+pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
+
+
+def on_gpu(graph):
+    sizes = (graph.num_src, graph.num_dst)
+    edges = graph.edge_index.cuda(), graph.edge_type.cuda()
+    return RelationalGraph(*edges, sizes, graph.num_relations)
+
+
+def run(program, graph, inputs):
+    leaves = [x.clone().requires_grad_() for x in inputs.values()]
+    outputs = program(graph, *leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    found = torch.autograd.grad([o.float().square().sum() for o in outputs], leaves)
+    return [*outputs, *found]
+
+
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("sizes", [(12, 12, 60, 4), (500, 500, 20_000, 30), (9, 9, 0, 3)], ids=str)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_results_are_those_of_the_cpu(name, sizes, backend):
+    graph = random_graph(0, *sizes)
+    inputs = inputs_of(name, graph, torch.float64)
+    program = PROGRAMS[name].compile(backend=backend)
+    expected = run(program, graph, inputs)
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-4)):
+        there = {k: x.to("cuda", dtype) for k, x in inputs.items()}
+        again = [run(program, on_gpu(graph), there) for _ in range(2)]
+        for a, b, c in zip(*again, expected, strict=True):
+            assert torch.equal(a, b)
+            scale = 1 + float(c.detach().abs().max()) if c.numel() else 1.0
+            torch.testing.assert_close(a.cpu().double(), c, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kind", ["table", "feature", "cache"])
+def test_packed_rows_give_the_results_of_raw_rows(kind, dtype):
+    graph = on_gpu(random_graph(0, 3000, 3000, 20_000, 7))
+    draw = torch.Generator().manual_seed(0)
+    x = (0.1 * torch.randn(3000, 256, generator=draw)).bfloat16().to(dtype)
+    weight, root, norm = (
+        torch.randn(*shape, generator=draw).to("cuda", dtype)
+        for shape in ((7, 256, 40), (256, 40), (20_000,))
+    )
+    table = bitslab.CompressedTable.from_tensor(x, progress=False)
+    packed: bitslab.CompressedTable | bitslab.CompressedFeature | bitslab.SlabCache = table
+    if kind == "feature":
+        packed = bitslab.CompressedFeature.from_tensor(x, cache_ratio=0.3)
+    elif kind == "cache":
+        packed = cache = bitslab.SlabCache(table, 4 << 20)
+        assert cache.fill(torch.arange(3000)) == 3000
+    program = rgcn.compile(Passes(sides=False))
+    found = []
+    for given in (x.cuda(), packed):
+        leaves = [t.clone().requires_grad_() for t in (weight, root, norm)]
+        out = program(graph, given, *leaves)
+        found.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
+    bitslab.raise_pending_errors()
+    for a, b in zip(*found, strict=True):
+        tolerance = 1e-5 if dtype is torch.float32 else 2e-2
+        scale = float(a.detach().abs().max())
+        torch.testing.assert_close(a, b, rtol=0, atol=tolerance * scale)
+
+
+def test_layers_do_not_wait_for_the_gpu_once_warm():
+    graph = on_gpu(random_graph(0, 300, 300, 2000, 12))
+    inputs = {k: x.cuda() for k, x in inputs_of("rgat", graph, torch.float32).items()}
+    program = PROGRAMS["rgat"].compile()
+    run(program, graph, inputs)
+    with waiting_raises():
+        run(program, graph, inputs)
+
+
+def test_no_raw_row_is_written_to_device_memory():
+    graph = on_gpu(random_graph(0, 20_000, 100, 20_000, 2))
+    x = torch.randn(20_000, 512).bfloat16().float()  # 40 MB raw
+    table = bitslab.CompressedTable.from_tensor(x, progress=False)
+    weight = torch.randn(2, 512, 8, device="cuda", requires_grad=True)
+    import bitslab.relational as rel
+
+    @rel.program
+    def messages(g, x, weight):
+        return rel.sum_to_dst(rel.typed_linear(g.src(x), weight))
+
+    program = messages.compile()
+    program(graph, table, weight).sum().backward()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    program(graph, table, weight).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < 4 << 20

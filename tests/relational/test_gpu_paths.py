@@ -1,0 +1,173 @@
+"""The path of graphs on a GPU, run on the CPU: kernels by SIMT, plans that the host reads once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import bitslab
+from bitslab.engine.kernels.typed_products import PackedRows
+from bitslab.errors import IndexRangeError
+from bitslab.relational import Passes, RelationalGraph, execute, graph
+from tests.relational.oracle import evaluate, random_graph
+from tests.relational.programs import PROGRAMS, inputs_of, rgat, rgcn
+from tests.relational.test_program import values_and_gradients
+from tests.simt.runner import simt_kernels
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """Take SIMT's kernels for those of the graph's GPU; return their runner."""
+    found, runner = simt_kernels()
+    monkeypatch.setattr(execute, "gpu_kernels", lambda device: found)
+    monkeypatch.setattr(graph, "read_at_once", lambda device: True)
+    return runner
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_run_on_kernels(name, kernels):
+    made = random_graph(0, 12, 12, 60, 4)
+    inputs = {k: x.requires_grad_() for k, x in inputs_of(name, made, torch.float32).items()}
+    expected = values_and_gradients(evaluate(PROGRAMS[name], made, inputs), inputs)
+    outputs = PROGRAMS[name].compile()(made, *inputs.values())
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    for a, b in zip(values_and_gradients(outputs, inputs), expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5 * (1 + float(b.detach().abs().max())))
+    used = {kernel for _, kernel in kernels.launched}
+    products = {"multiply_rows", "multiply_gradient"} if "weight" in inputs else set()
+    loops = {"sum_segments"} if name != "edge_features" else {"dot_entries"}
+    assert used >= products | loops
+
+
+@pytest.mark.parametrize("sizes", [(7, 5, 40, 6), (3, 4, 1, 2), (5, 5, 0, 3)], ids=str)
+def test_a_plan_that_is_read_once_is_that_of_the_cpu(sizes, monkeypatch):
+    plain = random_graph(1, *sizes)
+    reads = []
+    to_list = torch.Tensor.tolist
+
+    def counted(t):
+        reads.append(t)
+        return to_list(t)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(graph, "read_at_once", lambda device: True)
+        patched.setattr(torch.Tensor, "tolist", counted)
+        ends = (plain.edge_index, plain.edge_type)
+        other = RelationalGraph(*ends, (plain.num_src, plain.num_dst), plain.num_relations)
+        rows = {s: other.rows(s) for s in ("pair_src", "pair_dst")}
+        if sizes[2]:
+            rows["typed_edge"] = other.rows("typed_edge")
+        assert len(reads) == bool(sizes[2])
+    for space, found in rows.items():
+        expected = plain.rows(space)
+        assert (found.n, found.bounds) == (expected.n, expected.bounds)
+        for a, b in (
+            (found.of_edge, expected.of_edge),
+            (found.node, expected.node),
+            (found.relation, expected.relation),
+        ):
+            assert a is not None and b is not None and torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("column", "value"), [(0, 7), (1, -1), (2, 9)], ids=["source", "destination", "type"]
+)
+def test_ends_out_of_range_are_reported_with_the_plan(column, value, monkeypatch):
+    monkeypatch.setattr(graph, "read_at_once", lambda device: True)
+    columns = torch.zeros(3, 10, dtype=torch.int64)
+    columns[column, 4] = value
+    with pytest.raises(IndexRangeError, match=f"has {value}; accepted are 0 to"):
+        RelationalGraph(columns[:2], columns[2], 7, 5)
+
+
+def opened(kind, x):
+    """Return a packed input, and its table."""
+    if kind == "feature":
+        feature = bitslab.CompressedFeature.from_tensor(x, cache_ratio=0.5, device="cpu")
+        return feature, feature.table
+    table = bitslab.CompressedTable.from_tensor(x, progress=False)
+    if kind == "table":
+        return table, table
+    cache = bitslab.SlabCache(table, 1000, devices=["cpu"])
+    assert 0 < cache.fill(torch.arange(0, len(x), 2)) < len(x)
+    return cache, table
+
+
+@pytest.mark.parametrize("kind", ["table", "feature", "cache"])
+def test_packed_rows_are_rebuilt_in_the_product(kind, kernels, monkeypatch):
+    made = random_graph(0, 40, 40, 200, 3)
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randn(40, 32, generator=draw).bfloat16().float()
+    weight, root = torch.randn(3, 32, 6, generator=draw), torch.randn(32, 6, generator=draw)
+    norm = torch.rand(200, generator=draw)
+    packed, table = opened(kind, x)
+    rows = table._gathers._rows
+
+    def for_products(device, cache):
+        cached = None if cache is None else cache.storage(torch.device("cpu"))
+        return PackedRows(rows.storage(), rows.kernels.layout, table.dtype, cached)
+
+    # As of a table that a GPU reads: the product's device is no CPU.
+    monkeypatch.setattr(table._gathers, "for_products", for_products)
+    monkeypatch.setattr(table._lock, "mark_gpu_read", lambda device: None)
+    monkeypatch.setattr(type(table), "gather_with", None)
+    plain = type(packed).read_by_products
+    monkeypatch.setattr(
+        type(packed), "read_by_products", lambda self, device: plain(self, torch.device("meta"))
+    )
+    monkeypatch.setattr(
+        bitslab.CompressedFeature, "_cache_for", lambda feature, device: feature.cache
+    )
+    results = []
+    for given in (x, packed):
+        leaves = [t.clone().requires_grad_() for t in (weight, root, norm)]
+        out = rgcn.compile(Passes(sides=False))(made, given, *leaves)
+        results.append((out, *torch.autograd.grad(out.square().sum(), leaves[:2])))
+    assert {v.name for v, _ in kernels.launched if v.name.startswith("typed_gemm-4B")}
+    for a, b in zip(*results, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+
+
+def test_rows_that_kernels_do_not_take_are_decoded_in_blocks(kernels):
+    made = random_graph(0, 12, 12, 60, 4)
+    inputs = inputs_of("rgcn", made, torch.float32)
+    table = bitslab.CompressedTable.from_tensor(inputs["x"], progress=False)
+    found = rgcn.compile()(made, *(inputs | {"x": table}).values())
+    torch.testing.assert_close(found, rgcn.compile(Passes(sides=False))(made, *inputs.values()))
+    assert not any(v.name.startswith("typed_gemm-4B") for v, _ in kernels.launched)
+
+
+def test_kernels_that_fail_leave_the_work_to_torch(monkeypatch):
+    def fail(device, **options):
+        raise RuntimeError("NVRTC is not there")
+
+    monkeypatch.setattr("bitslab.engine.kernels.cuda.kernels_on", fail)
+    execute.gpu_kernels.cache_clear()
+    with pytest.warns(UserWarning, match="run torch's operators.*NVRTC is not there"):
+        assert execute.gpu_kernels(torch.device("cuda", 0)) is None
+    execute.gpu_kernels.cache_clear()
+
+
+def test_packed_rows_under_autocast():
+    made = random_graph(0, 12, 12, 60, 4)
+    inputs = inputs_of("rgcn_mean", made, torch.float32)
+    inputs["x"] = inputs["x"].bfloat16().float()
+    table = bitslab.CompressedTable.from_tensor(inputs["x"], progress=False)
+    program = PROGRAMS["rgcn_mean"].compile(Passes(sides=False))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = program(made, *(inputs | {"x": table}).values())
+        expected = program(made, *inputs.values())
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found, expected, rtol=0.05, atol=0.05)
+
+
+def test_a_slab_cache_takes_the_place_of_rows_on_a_cpu():
+    made = random_graph(0, 12, 12, 60, 4)
+    inputs = inputs_of("rgat", made, torch.float32)
+    table = bitslab.CompressedTable.from_tensor(inputs["x"], progress=False)
+    cache = bitslab.SlabCache(table, 200, devices=["cpu"])
+    cache.fill(torch.arange(12))
+    found = rgat.compile()(made, *(inputs | {"x": cache}).values())
+    for a, b in zip(found, rgat.compile()(made, *inputs.values()), strict=True):
+        torch.testing.assert_close(a, b)
+    assert cache.stats()["hits"]

@@ -1,0 +1,196 @@
+"""Typed products, run on the CPU: those of the definition, and of packed rows those of raw ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from bitslab.engine.kernels.cpu import typed_products
+from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, NO_ERROR
+from bitslab.engine.kernels.cuda.source import Variant
+from bitslab.engine.kernels.cuda.typed_gemm import TypedGemmKernels, TypedTiles
+from bitslab.engine.kernels.format import MAX_SLABS
+from bitslab.engine.kernels.typed_products import GRADIENT_DEPTH, TILE_COLUMNS, PackedRows
+from tests.engine.kernels.cases import cache_of, make_case, table_of
+from tests.simt.module import guarded
+from tests.simt.runner import SimtRunner
+from tests.simt.test_gather import guarded_cache, guarded_table
+
+DTYPES = {2: (torch.float16, torch.bfloat16), 4: (torch.float32,)}
+#: Rows of each type: none, fewer than a tile, one tile, more than one.
+BOUNDS = [0, 0, 5, 37, 37, 80]
+
+
+def close(found, expected, dtype):
+    tolerance = 1e-5 if dtype is torch.float32 else 1e-2
+    scale = float(expected.abs().max()) or 1.0
+    assert float((found.double() - expected.double()).abs().max()) <= tolerance * scale
+
+
+def values(*shape, dtype, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def reference(x, weight, bounds, n_out, **options):
+    out = torch.zeros(n_out, weight.shape[2], dtype=torch.float64)
+    options = {k: v if v.dtype is torch.int64 else v.double() for k, v in options.items()}
+    typed_products.multiply_rows(x.double(), weight.double(), bounds, out, **options)
+    return out
+
+
+def gradient_reference(x, g, bounds, index=None):
+    out = torch.zeros(len(bounds) - 1, x.shape[1], g.shape[1], dtype=torch.float64)
+    typed_products.multiply_gradient(x.double(), g.double(), bounds, out, index=index)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("depth", "width", "dtype"),
+    [
+        (48, 70, torch.float32),
+        (7, 3, torch.float32),
+        (80, 64, torch.float16),
+        (9, 5, torch.bfloat16),
+        (300, 8, torch.bfloat16),
+    ],
+    ids=["vectors", "odd", "halves", "odd-bfloats", "deep"],
+)
+def test_raw_rows(depth, width, dtype):
+    runner = SimtRunner(seed=depth)
+    kernels = TypedGemmKernels(runner)
+    x = guarded(values(20, depth, dtype=dtype))
+    n = BOUNDS[-1]
+    index = torch.randint(20, (n,), generator=torch.Generator().manual_seed(1))
+    weight = guarded(values(len(BOUNDS) - 1, depth, width, dtype=dtype, seed=2))
+    scatter = torch.randperm(n, generator=torch.Generator().manual_seed(3))
+    scale = guarded(values(n, dtype=dtype, seed=4))
+    g = guarded(values(n, width, dtype=dtype, seed=5))
+    tiles = TypedTiles.of(BOUNDS, torch.device("cpu"))
+    assert kernels.takes(x, depth)
+    options = {"index": index, "scatter": scatter, "scale": scale}
+    for given in ({"index": index}, options):
+        out = guarded(torch.zeros(n, width, dtype=dtype))
+        kernels.product(x, weight, tiles, out, **given)
+        close(out, reference(x, weight, BOUNDS, n, **given), dtype)
+    found = kernels.gradient(x, g, tiles, depth, index=index)
+    assert found.dtype is dtype and not found[0].any() and not found[3].any()
+    close(found, gradient_reference(x, g, BOUNDS, index), dtype)
+
+
+def test_rows_in_order_of_a_part_of_a_matrix():
+    kernels = TypedGemmKernels(SimtRunner())
+    whole, weight = values(80, 3, 24, dtype=torch.float32), values(5, 24, 6, dtype=torch.float32)
+    out = torch.zeros(80, 3, 6)
+    tiles = TypedTiles.of(BOUNDS, torch.device("cpu"))
+    kernels.product(whole[:, 1], weight, tiles, out[:, 1])
+    close(out[:, 1], reference(whole[:, 1], weight, BOUNDS, 80), torch.float32)
+    assert not out[:, 0].any() and not out[:, 2].any()
+
+
+def test_gradients_of_many_tiles_are_sums_of_chunks(monkeypatch):
+    monkeypatch.setattr("bitslab.engine.kernels.cuda.typed_gemm.CHUNK_TILES", 2)
+    bounds = [0, 170, 170, 200]
+    x, g = values(200, 8, dtype=torch.float32), values(200, 4, dtype=torch.float32, seed=1)
+    tiles = TypedTiles.of(bounds, torch.device("cpu"))
+    assert tiles.chunk_starts.tolist() == [0, 3, 3, 4]
+    assert tiles.chunks.tolist() == [[0, 2], [2, 4], [4, 6], [6, 7]]
+    found = TypedGemmKernels(SimtRunner()).gradient(x, g, tiles, 8)
+    close(found, gradient_reference(x, g, bounds), torch.float32)
+
+
+BYTES = Variant("typed_gemm", 4, 3, False, True, 4, True)
+BFLOATS = Variant("typed_gemm", 2, 3, False, True, 8, True)
+PACKED = [
+    (BYTES, "compact", torch.float32, 256, False),
+    (BYTES, "inplace", torch.float32, 1040, True),
+    (BYTES, "raw", torch.float32, 272, True),
+    (BFLOATS, "compact-moved", torch.bfloat16, 288, True),
+    (BFLOATS, "inplace", torch.float16, 272, False),
+]
+
+
+def finite_rows(case, dtype):
+    """Return the rows of a case with exponents of numbers that can be multiplied."""
+    return torch.where(
+        torch.isfinite(case.rows.view(dtype)) & (case.rows.view(dtype).abs() < 1e3),
+        case.rows.view(dtype),
+        torch.zeros((), dtype=dtype),
+    )
+
+
+@pytest.mark.parametrize(
+    ("variant", "kind", "dtype", "row_bytes", "cached"),
+    PACKED,
+    ids=[f"{p[0].name}-{p[1]}" for p in PACKED],
+)
+def test_products_of_packed_rows_are_those_of_raw_rows_bit_for_bit(
+    variant, kind, dtype, row_bytes, cached
+):
+    case = make_case(variant, n_rows=45, row_bytes=row_bytes, seed=2)
+    case.rows = finite_rows(case, dtype).view(torch.uint8).reshape(case.rows.shape)
+    table = table_of(case, kind)
+    cache = cache_of(case, table, torch.arange(0, 45, 2), slabs=3) if cached else None
+    counters = torch.zeros(2 * (MAX_SLABS + 1), dtype=torch.int64)
+    packed = PackedRows(
+        guarded_table(table),
+        case.layout,
+        dtype,
+        None if cache is None else guarded_cache(cache),
+        counters,
+    )
+    raw = case.rows.view(dtype)
+    depth, n, width = raw.shape[1], BOUNDS[-1], 72 if kind == "raw" else 16
+    index = torch.randint(45, (n,), generator=torch.Generator().manual_seed(1))
+    weight = values(len(BOUNDS) - 1, depth, width, dtype=dtype, seed=2)
+    g = values(n, width, dtype=dtype, seed=5)
+    tiles = TypedTiles.of(BOUNDS, torch.device("cpu"))
+    runner = SimtRunner(seed=3)
+    kernels = TypedGemmKernels(runner)
+    assert kernels.takes(packed, depth) and kernels.takes(raw, depth)
+    outs = []
+    for source in (raw, packed):
+        out = torch.zeros(n, width, dtype=dtype)
+        kernels.product(source, weight, tiles, out, index=index)
+        outs.append((out, kernels.gradient(source, g, tiles, depth, index=index)))
+    assert runner.mailbox[0] == NO_ERROR
+    for found, expected in zip(outs[1], outs[0], strict=True):
+        assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
+    close(outs[0][0], reference(raw, weight, BOUNDS, n, index=index), dtype)
+    assert {v for v, _ in runner.launched} >= {variant}
+    # The product reads each row once, the gradient once for each block of columns.
+    times = 1 + -(-width // TILE_COLUMNS) * -(-depth // GRADIENT_DEPTH)
+    assert int(counters[: MAX_SLABS + 1].sum()) == times * n
+    hits = int((index % 2 == 0).sum()) if cached else 0
+    assert int(counters[:MAX_SLABS].sum()) == times * hits
+
+
+def test_damaged_rows_are_reported():
+    case = make_case(BYTES, n_rows=45, row_bytes=256, seed=2)
+    table = table_of(case, "compact")
+    assert table.lengths is not None
+    lengths = table.lengths.clone()
+    lengths[lengths > 0] = 1
+    runner = SimtRunner()
+    damaged = PackedRows(replace(table, lengths=lengths), case.layout, torch.float32)
+    weight, out = values(1, 64, 4, dtype=torch.float32), torch.zeros(45, 4)
+    tiles = TypedTiles.of([0, 45], torch.device("cpu"))
+    TypedGemmKernels(runner).product(damaged, weight, tiles, out)
+    assert runner.mailbox[0] == DAMAGED_ERROR
+
+
+def test_what_is_not_taken():
+    kernels = TypedGemmKernels(SimtRunner())
+    case = make_case(BYTES, n_rows=45, row_bytes=256)
+    rows = PackedRows(table_of(case, "compact"), case.layout, torch.float32)
+    assert kernels.takes(rows, 64)
+    assert not kernels.takes(replace(rows, dtype=torch.bfloat16), 128)  # chunks of two elements
+    assert not kernels.takes(replace(rows, table=replace(rows.table, items_per_row=2)), 64)
+    assert not kernels.takes(replace(rows, table=replace(rows.table, max_words=2000)), 64)
+    clusters = make_case(replace(BYTES, vector=1), clusters=3, n_rows=45)
+    assert not kernels.takes(
+        PackedRows(table_of(clusters, "compact"), clusters.layout, torch.float32), 64
+    )
+    assert not kernels.takes(torch.zeros(3, 64, dtype=torch.float64), 64)
+    assert not kernels.takes(torch.zeros(3, 4096), 4096)  # 32 rows of 16 KiB
