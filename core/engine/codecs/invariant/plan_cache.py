@@ -127,23 +127,34 @@ class PlanCache:
         copy, and `update` collects their plans in the order of the tensors.
         """
         copied = PlanCache(self._capacity)
-        copied._known = self._known
+        copied.add(self)
         return copied
 
+    def add(self, other: PlanCache) -> None:
+        """Take over plans of another cache, the one that it used last as used last.
+
+        Parameters
+        ----------
+        other : PlanCache
+            Any.
+        """
+        if not isinstance(other, PlanCache):
+            raise ArgumentTypeError(f"other: expected a PlanCache, got {type(other).__name__}")
+        known = tuple(other)
+        for plan in known:
+            if plan is known[-1] or plan not in self._known:
+                self._use(plan)
+
     def update(self, other: PlanCache) -> None:
-        """Take over plans of another cache, the one that it used last as used last, and its stats.
+        """Take over plans of another cache as `add` does, and its stats.
 
         Parameters
         ----------
         other : PlanCache
             Such as a `copy` of this one, with what was planned since.
         """
-        if not isinstance(other, PlanCache):
-            raise ArgumentTypeError(f"other: expected a PlanCache, got {type(other).__name__}")
-        stats, known = other.stats(), tuple(other)
-        for plan in known:
-            if plan is known[-1] or plan not in self._known:
-                self._use(plan)
+        self.add(other)
+        stats = other.stats()
         with self._lock:
             self._planned += stats["planned"]
             self._kept += stats["kept"]
