@@ -54,6 +54,8 @@ def _call_reason(conv: Any, *indices: Any) -> str:
     for index in indices:
         if type(index) is not torch.Tensor:
             return f"edges as {type(index).__name__}"
+        if index.layout is not torch.strided:
+            return f"edges of layout {index.layout}"
     return ""
 
 

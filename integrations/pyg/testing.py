@@ -6,6 +6,9 @@ way: each floating-point tensor with a dimension and without gradient that is se
 gradient. Warnings of decoded copies are ignored: the tests did not choose to compress. Tests then
 fail only where features differ from tensors: in-place writes to features raise, and a feature does
 not share memory, strides or identity with the tensor that it was made of.
+
+With ``--bitslab-compile-relational`` RGCNConv, FastRGCNConv, RGATConv and HGTConv of
+`torch_geometric.nn` are the compiled classes for the run. PyG's own tests of these layers pass so.
 """
 
 from __future__ import annotations
@@ -16,13 +19,16 @@ from typing import Any
 
 import pytest
 import torch
+import torch_geometric.nn
 from torch_geometric.data.data import BaseData
 from torch_geometric.data.storage import BaseStorage
 
 from bitslab import CompressedFeature, InvariantCodec
+from bitslab.integrations.pyg import relational
 from bitslab.tensors import FeatureTensor
 
 OPTION = "--bitslab-compress-features"
+RELATIONAL = "--bitslab-compile-relational"
 #: Smaller tensors are packed with a fixed plan, and with the masks of the first tensor of their
 #: shape and dtype: suites set thousands of tensors of a few numbers.
 PLANNED_BYTES = 1 << 16
@@ -30,6 +36,10 @@ PLAN: dict[str, Any] = {"code_bits": 1, "grouped": False, "uniform": True, "thre
 
 _codecs: dict[tuple[tuple[int, ...], torch.dtype], InvariantCodec] = {}
 _plain_setitem: Callable[[Any, str, Any], None] = BaseStorage.__setitem__
+_plain_layers: dict[str, type] = {
+    name: getattr(torch_geometric.nn, name)
+    for name in ("RGCNConv", "FastRGCNConv", "RGATConv", "HGTConv")
+}
 _plain_requires_grad: dict[Any, Callable[..., Any]] = {
     holder: holder.requires_grad_ for holder in (BaseStorage, BaseData)
 }
@@ -44,6 +54,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
             default=False,
             help="compress every float feature of every graph",
         )
+    with contextlib.suppress(ValueError):
+        parser.getgroup("bitslab").addoption(
+            RELATIONAL,
+            action="store_true",
+            default=False,
+            help="compile every layer of typed edges",
+        )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +71,10 @@ def pytest_configure(config: pytest.Config) -> None:
         BaseStorage.__setitem__ = _set_compressed
         for holder, plain in _plain_requires_grad.items():
             holder.requires_grad_ = _requiring_plain(plain)
+    if config.getoption(RELATIONAL):
+        for name in _plain_layers:
+            for module in (torch_geometric.nn, torch_geometric.nn.conv):
+                setattr(module, name, getattr(relational, name))
 
 
 def pytest_unconfigure() -> None:
@@ -61,12 +82,19 @@ def pytest_unconfigure() -> None:
     BaseStorage.__setitem__ = _plain_setitem
     for holder, plain in _plain_requires_grad.items():
         holder.requires_grad_ = plain
+    for name, layer in _plain_layers.items():
+        for module in (torch_geometric.nn, torch_geometric.nn.conv):
+            setattr(module, name, layer)
 
 
-def pytest_report_header(config: pytest.Config) -> str:
-    """Return a line on whether features are compressed."""
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Return lines on whether features are compressed, and layers compiled."""
     state = "compressed" if config.getoption(OPTION) else "not compressed"
-    return f"bitslab: float features of PyG graphs are {state}"
+    layers = "compiled" if config.getoption(RELATIONAL) else "as they are"
+    return [
+        f"bitslab: float features of PyG graphs are {state}",
+        f"bitslab: PyG's layers of typed edges are {layers}",
+    ]
 
 
 def _allow_open_files() -> None:

@@ -13,11 +13,12 @@ import torch
 
 pytest.importorskip("torch_geometric", reason="torch-geometric is not installed")
 
+import torch_geometric.nn as gnn
 from torch_geometric.data import Data, HeteroData
 
 import bitslab.integrations.pyg
 from bitslab import MissingExtraError
-from bitslab.integrations.pyg import testing
+from bitslab.integrations.pyg import relational, testing
 from bitslab.integrations.pyg.testing import wrapped
 from bitslab.tensors.feature_tensor import FeatureTensor
 from tests.forked import run_forked
@@ -28,10 +29,17 @@ OTHER = f"""
 def pytest_addoption(parser):
     parser.getgroup("bitslab").addoption("{OPTION}", action="store_true")
 """
+LAYERS = "--bitslab-compile-relational"
 SUITE = """
 import resource
 import torch
 from torch_geometric.data import Data
+from torch_geometric.nn import HGTConv, RGCNConv
+from torch_geometric.nn.conv import RGATConv
+
+def test_layers_of_typed_edges_are_compiled():
+    for layer in (HGTConv, RGCNConv, RGATConv):
+        assert layer.__module__ == "bitslab.integrations.pyg.relational"
 
 def test_features_are_compressed():
     data = Data(x=torch.zeros(5, 3))
@@ -58,7 +66,9 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 def configured(asked: bool) -> Any:
     """Return a pytest config with the attributes that the plug-in uses."""
-    return SimpleNamespace(getoption={OPTION: asked}.get, addinivalue_line=lambda *line: None)
+    return SimpleNamespace(
+        getoption={OPTION: asked, LAYERS: asked}.get, addinivalue_line=lambda *line: None
+    )
 
 
 def test_the_option_compresses_the_features_of_a_suite(tmp_path):
@@ -69,9 +79,10 @@ def test_the_option_compresses_the_features_of_a_suite(tmp_path):
     (tmp_path / "pytest.ini").write_text(warned)
     plugins = ["-p", "other", "-p", testing.__name__, "-p", "no:cacheprovider"]
     env = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
-    done = run_forked(["-c", RUN, *plugins, OPTION], cwd=tmp_path, env=env)
+    done = run_forked(["-c", RUN, *plugins, OPTION, LAYERS], cwd=tmp_path, env=env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "float features of PyG graphs are compressed" in done.stdout
+    assert "PyG's layers of typed edges are compiled" in done.stdout
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -83,8 +94,11 @@ def test_every_float_tensor_is_compressed_while_the_run_lasts(asked):
         data = Data(x=x, edge_index=torch.zeros(2, 4, dtype=torch.int64), y=torch.arange(5))
         data.edge_attr, data["z"] = torch.zeros(4), torch.zeros(0, 3)
         typed = HeteroData(paper={"x": x})
+        layer = gnn.RGCNConv
     finally:
         testing.pytest_unconfigure()
+    assert (layer is relational.RGCNConv) == asked
+    assert gnn.RGCNConv is gnn.conv.RGCNConv and not issubclass(gnn.RGCNConv, relational.RGCNConv)
     for t in (data.x, data.edge_attr, data.z, typed["paper"].x):
         assert isinstance(t, FeatureTensor) == asked
     assert type(data.y) is torch.Tensor and same(data.x, x)

@@ -11,6 +11,7 @@ import torch
 import torch_geometric.nn as gnn
 from torch import nn
 from torch_geometric.data import Data
+from torch_geometric.utils import coalesce, to_torch_csc_tensor
 
 from bitslab.errors import ArgumentTypeError, IndexRangeError
 from bitslab.integrations import pyg
@@ -345,3 +346,59 @@ def test_hetero_conv_around_compiled_layers():
         for layer in (plain, ours)
     ]
     close(results[1], results[0])
+
+
+@pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
+def test_sparse_adjacencies_run_pygs_code():
+    x = {t: torch.randn(n, 8) for t, n in {"paper": 12, "author": 7}.items()}
+    kinds = [("author", "writes", "paper"), ("paper", "by", "author")]
+    plain, ours = both("HGTConv", 8, 8, (list(x), kinds))
+    index, sparse = {}, {}
+    for kind in kinds:
+        sizes = len(x[kind[0]]), len(x[kind[-1]])
+        index[kind] = coalesce(graph(*sizes, edges=20)[0])
+        sparse[kind] = to_torch_csc_tensor(index[kind], size=sizes).t()
+    expected = plain(x, index)
+    for edges in (index, sparse):
+        found = ours(x, edges)
+        for name, rows in expected.items():
+            close(found[name], rows)
+    (reason,) = (why for why in relational_calls(ours)[""] if why)
+    assert reason == "edges of layout torch.sparse_csr"
+
+
+def test_inside_hetero_conv():
+    x = {"paper": torch.randn(NODES, 8), "author": torch.randn(20, 6)}
+    index, kind = graph(src=20)
+    edges = {("author", "writes", "paper"): index, ("paper", "by", "author"): index.flip(0)}
+    types = {k: kind for k in edges}
+    found = []
+    for module in (gnn, pyg):
+        torch.manual_seed(3)
+        layers = {
+            name: module.RGCNConv((x[name[0]].shape[1], x[name[2]].shape[1]), 4, TYPES)
+            for name in edges
+        }
+        found.append(gnn.HeteroConv(layers)(x, edges, edge_type_dict=types)["paper"])
+    close(found[1], found[0])
+
+
+def test_trained_by_data_parallel_ranks(tmp_path):
+    """One rank of gloo: buckets, hooks of gradients and the wrapper's forward pass."""
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
+    )
+    try:
+        grads = []
+        index, kind = graph()
+        x = torch.randn(NODES, 8, generator=torch.Generator().manual_seed(0))
+        for layer in both("RGATConv", 8, 12, TYPES, heads=2):
+            wrapped = nn.parallel.DistributedDataParallel(layer, find_unused_parameters=True)
+            for _ in range(2):
+                wrapped(x, index, kind).square().sum().backward()
+            grads.append([p.grad for p in layer.parameters()])
+    finally:
+        torch.distributed.destroy_process_group()
+    for a, b in zip(*grads, strict=True):
+        if a is not None:
+            close(b, a)

@@ -211,7 +211,7 @@ class TypedGemmKernels:
             self._start(MultiplyGradient, grid, RowSource(x, depth, index), tiles, width, values)
         flat = parts.view(n_chunks, depth * width)
         starts = tiles.chunk_starts
-        summed = torch.segment_reduce(flat, "sum", offsets=starts, axis=0, initial=0)
+        summed = torch.segment_reduce(flat, "sum", offsets=starts, axis=0, unsafe=True, initial=0)
         return summed.view(-1, depth, width).to(g.dtype)
 
     def _start(
