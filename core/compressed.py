@@ -565,6 +565,7 @@ def read_file(
     """Read all compressed tensors of a file and the caller's metadata; see `load_file`.
 
     `each` calls a function with each name, as `map`, maybe in several threads. `later` gets for
-    each tensor the comparisons of checksums that take long, for the caller to make.
+    each tensor the comparisons of checksums that take long, for the caller to make, who also
+    decodes all rows: damaged ones are found then.
     """
     return CompressedFile(*read_tensors(path, CompressedTensor, each, CompressedBlob, later))

@@ -338,7 +338,7 @@ def read_tensors(
         As `make`, of the codec and the buffer of a whole tensor; such tensors are refused without.
     later : dict of str to list of PartCheck, optional
         Gets for each tensor the comparisons of checksums that take long, those of rows: the caller
-        makes them. All are made here when left out.
+        makes them, and decodes all rows, which checks them. All is done here when left out.
 
     Returns
     -------
@@ -480,7 +480,8 @@ def _checked_tensor(
         assert make_whole is not None  # or `_read_codec` had refused it
         return make_whole(codec, _read_blob(fields, shape, codec, parts))
     _check_geometry(fields, shape, codec)
-    return make(codec, codec.adopt(fields.count("n_rows"), parts), shape)
+    adopt = codec.adopt if later is None else codec.adopt_unread
+    return make(codec, adopt(fields.count("n_rows"), parts), shape)
 
 
 def _read_config(fields: Fields, parts: dict[str, torch.Tensor]) -> dict[str, Any]:

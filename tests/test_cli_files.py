@@ -22,6 +22,8 @@ import torch
 import bitslab
 from bitslab import cli
 from bitslab.engine.files import new_file
+from bitslab.engine.kernels.format import RowStorage
+from bitslab.engine.kernels.row_kernels import LayoutKernels
 from bitslab.report import commands, files
 from tests.helpers import same_bits
 
@@ -370,3 +372,43 @@ def test_bytes_that_are_damaged_are_found_while_others_are_unpacked(
         assert one_line(capsys) == f"bitslab: error: {expected.value}"
         assert f"tensor '{name}': part '{part}' is damaged" in str(expected.value)
         assert sorted(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("extension", ["safetensors", "npz"])
+def test_rows_that_are_damaged_under_a_right_checksum_are_found_as_they_are_unpacked(
+    extension: str, device: str, tmp_path: Path, capsys: Any
+) -> None:
+    path, out = tmp_path / "in.bitslab", tmp_path / f"out.{extension}"
+    tensors = {name: torch.randn(9000, 128) for name in ("good", "bad")}
+    packed = {name: bitslab.compress(t, codec="ibp") for name, t in tensors.items()}
+    words, bases = (packed["bad"].packed.parts[part] for part in ("words", "bases"))
+    words[bases[100] : bases[101]] = 0  # more exceptions than there are words for
+    bitslab.save_file(packed, path)
+    with pytest.raises(bitslab.CorruptedDataError, match="tensor 'bad': packed rows: row 3200 is"):
+        bitslab.load_file(path)
+    assert run("decompress", path, out, "--device", device) == 1
+    message = one_line(capsys)
+    assert "damaged" in message
+    if device == "cpu":
+        assert "tensor 'bad': packed: row 3200 is damaged" in message
+    assert sorted(tmp_path.iterdir()) == [path]
+
+
+def test_rows_are_read_once_where_a_file_is_unpacked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, out = tmp_path / "in.bitslab", tmp_path / "out.safetensors"
+    bitslab.save_file({"x": bitslab.compress(torch.randn(900, 128), codec="ibp")}, path)
+    checked: list[int] = []
+    check = LayoutKernels.check
+
+    def counted(self: LayoutKernels, storage: RowStorage) -> int:
+        checked.append(storage.lengths.shape[0])
+        return check(self, storage)
+
+    monkeypatch.setattr(LayoutKernels, "check", counted)
+    assert run("decompress", path, out) == 0
+    assert not checked
+    bitslab.load_file(path)
+    assert checked == [900]

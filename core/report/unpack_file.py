@@ -268,7 +268,10 @@ class _Piece:
         codec, count = self.its.ct.codec, self.end - self.begin
         data = workers.scratch(count * codec.row_bytes)
         out = data.view(codec.dtype).view(count, *codec.row_shape)
-        codec.decode(self.its.ct.packed, out=out, start=self.begin, stop=self.end)
+        try:
+            codec.decode(self.its.ct.packed, out=out, start=self.begin, stop=self.end)
+        except CorruptedDataError as error:
+            raise CorruptedDataError(f"tensor {self.its.name!r}: {error}") from error
         return data
 
     def _by_device(self, kernels: RowKernels, workers: Workers) -> torch.Tensor:

@@ -162,6 +162,13 @@ class RowCodec(ABC):
             When a part is missing, has another dtype or shape, or a row in it is damaged.
         """
 
+    def adopt_unread(self, n_rows: int, parts: Mapping[str, torch.Tensor]) -> PackedRows:
+        """Check `parts` as `adopt` does, where `decode` checks the rows that it reads.
+
+        For those who decode all rows next: what `adopt` reads of them is not read twice.
+        """
+        return self.adopt(n_rows, parts)
+
     @abstractmethod
     def to_config(self) -> dict[str, Any]:
         """Return everything needed to build the codec again, as JSON-able values."""

@@ -256,6 +256,17 @@ class WordRowCodec(RowCodec):
         CorruptedDataError
             When a part is missing, has another dtype or shape, or any row is damaged.
         """
+        packed = self.adopt_unread(n_rows, parts)
+        bad = self._kept(CPU).check(self._storage(packed))
+        if bad >= 0:
+            raise CorruptedDataError(f"packed rows: row {bad} is damaged")
+        return packed
+
+    def adopt_unread(self, n_rows: int, parts: Mapping[str, torch.Tensor]) -> PackedRows:
+        """Check that lengths, offsets and words fit together; `decode` checks the rows it reads.
+
+        Parameters, returned value and errors are those of `adopt`.
+        """
         kernels = self._kept(CPU)
         for name, part in parts.items():
             if isinstance(part, torch.Tensor) and part.device.type != "cpu":
@@ -270,11 +281,7 @@ class WordRowCodec(RowCodec):
         n_words = parts["words"].shape[0] - PAD_WORDS
         if not torch.equal(bases, parts["bases"]) or facts["n_words"] != n_words:
             raise CorruptedDataError("packed rows: offsets, lengths and words do not fit together")
-        packed = PackedRows(n_rows, dict(parts), facts)
-        bad = kernels.check(self._storage(packed))
-        if bad >= 0:
-            raise CorruptedDataError(f"packed rows: row {bad} is damaged")
-        return packed
+        return PackedRows(n_rows, dict(parts), facts)
 
     # Inside
 

@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from typing import Any, ClassVar
 
 import numpy as np
@@ -524,25 +525,27 @@ class RowCodecContract:
             [packable(torch.float32, (n // 2, 32)), random_bits(torch.float32, (n - n // 2, 32))]
         )
         packed = codec.encode(rows)
-        adopted = codec.adopt(n, {name: part.clone() for name, part in packed.parts.items()})
-        assert (adopted.n_rows, adopted.facts) == (n, packed.facts)
-        assert parts_of(adopted) == parts_of(packed)
-        assert same_bits(codec.decode(adopted), rows)
+        for adopt in (codec.adopt, codec.adopt_unread):
+            adopted = adopt(n, {name: part.clone() for name, part in packed.parts.items()})
+            assert (adopted.n_rows, adopted.facts) == (n, packed.facts)
+            assert parts_of(adopted) == parts_of(packed)
+            assert same_bits(codec.decode(adopted), rows)
 
     def test_adopt_refuses_parts_that_do_not_fit(self, options: Options) -> None:
         rows = packable(torch.float32, (50, 32))
         codec = self.fit(rows, options)
         parts = dict(codec.encode(rows).parts)
-        for n in (0, 49, 51, 10_000):
+        for adopt, n in product((codec.adopt, codec.adopt_unread), (0, 49, 51, 10_000)):
             with pytest.raises(bitslab.CorruptedDataError):
-                codec.adopt(n, parts)
+                adopt(n, parts)
         for name, part in parts.items():
             other_dtype = torch.float64 if part.dtype != torch.float64 else torch.int64
             damaged = [part[:-1], part[:0], part[None], part[..., None], part.to(other_dtype)]
             without = {k: v for k, v in parts.items() if k != name}
             for bad_parts in (without, *({**parts, name: one} for one in damaged)):
-                with pytest.raises(bitslab.CorruptedDataError):
-                    codec.adopt(50, bad_parts)
+                for adopt in (codec.adopt, codec.adopt_unread):
+                    with pytest.raises(bitslab.CorruptedDataError):
+                        adopt(50, bad_parts)
 
     # Bad arguments
 
