@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
+import io
 import json
+import os
 import re
+import runpy
 import sys
+from dataclasses import asdict
 from pathlib import Path
+from subprocess import PIPE, CompletedProcess
 from types import SimpleNamespace
 from typing import Any
 
@@ -92,16 +99,56 @@ def test_page_locking_is_measured_beside_one_thread(
     assert single == [1.0] * len(script.KINDS)
 
 
+class Processes:
+    """Runs scripts of the benchmarks here, where a process would import transformers anew.
+
+    Parameters
+    ----------
+    monkeypatch : pytest.MonkeyPatch
+        What a script finds and changes is as before in the end.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self.commands: list[list[str]] = []
+
+    def run(self, command: list[str], **options: Any) -> CompletedProcess[str]:
+        """Run a command as `subprocess.run` does that keeps what is printed."""
+        assert options == {"stdout": PIPE, "text": True, "check": False}
+        self.commands.append(command)
+        printed = io.StringIO()
+        attention = torch.backends.cuda.cudnn_sdp_enabled()
+        with self._monkeypatch.context() as patch, contextlib.redirect_stdout(printed):
+            patch.setattr(sys, "argv", command[1:])
+            # The script itself finds what the examples share.
+            patch.setattr(sys, "path", [p for p in sys.path if p != str(ROOT / "examples")])
+            for name in [name for name in sys.modules if name.split(".")[0] == "common"]:
+                patch.delitem(sys.modules, name)
+            patch.setattr(os, "_exit", sys.exit)
+            try:
+                runpy.run_path(command[1], run_name="__main__")
+            except SystemExit as end:
+                return CompletedProcess(command, int(end.code or 0), printed.getvalue())
+            finally:
+                torch.backends.cuda.enable_cudnn_sdp(attention)
+        raise AssertionError(f"{command[1]}: did not end its process")
+
+
 def test_prompts_are_measured_request_by_request_in_a_process_of_their_own(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = importlib.import_module("llm_prompt")
+    processes = Processes(monkeypatch)
+    monkeypatch.setattr(prompts.subprocess, "run", processes.run)
     case = prompts.Case(1, 64, 2, 1, 96, batch=2, tokens=300, first=1.5, second=1.25)
     monkeypatch.setattr(prompts, "scaled_to_cpu", lambda _: case)
     command = "llm.py --only prompt --prompt-cases 8k --prompt-modes host --device cpu --json"
     monkeypatch.setattr(sys, "argv", [*command.split(), "--repetitions", "1"])
     assert benchmark.main() == 0
-    rows, processes = json.loads(capsys.readouterr().out).values()
+    ((python, script, given),) = processes.commands
+    assert (python, script) == (sys.executable, prompts.__file__)
+    assert json.loads(given)["case"] == asdict(case)
+    rows, facts = json.loads(capsys.readouterr().out).values()
     assert [(row["request"], row["asked"]) for row in rows] == [
         ("first", 1.5),
         ("second", 1.25),
@@ -110,8 +157,19 @@ def test_prompts_are_measured_request_by_request_in_a_process_of_their_own(
     for row in rows:
         assert row["times"] == pytest.approx(row["prompt ms"] / row["DynamicCache ms"])
         assert row["ratio"] > 1.2 and 0 < row["host ms"] <= row["prompt ms"]
-    [process] = processes
-    assert process["case"] == "8k" and process["gc"] == "700/10/10"
+    [process] = facts
+    assert process["case"] == "8k" and process["gc"] == "/".join(map(str, gc.get_threshold()))
+
+
+def test_a_process_that_fails_ends_the_benchmark(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = importlib.import_module("llm_prompt")
+    monkeypatch.setattr(
+        prompts.subprocess, "run", lambda command, **_: CompletedProcess(command, 3, "")
+    )
+    with pytest.raises(SystemExit, match="host: its process ended with 3"):
+        prompts._in_process(prompts.CASES["8k"], "host", 1, torch.device("cpu"))
 
 
 def test_prompts_whose_tokens_differ_end_the_benchmark(
