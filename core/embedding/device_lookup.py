@@ -12,7 +12,7 @@ import torch
 
 from ..engine.kernels.cuda.slots import BagOffsets, SlotColumns
 from ..errors import BitslabError
-from .device_access import DeviceAccess, access_to
+from .device_access import DeviceAccess
 from .device_slots import DeviceSlots, DeviceUses
 from .gradients import NONE, PinnedLookup
 from .ownership import take_back
@@ -54,7 +54,7 @@ class _BySlot(NamedTuple):
 
 
 def runs_on_gpu(rows: CacheState, ids: torch.Tensor, *, fetches: bool) -> bool:
-    """Return whether a lookup may run on the GPU alone.
+    """Return whether a lookup may run on the GPU alone, whose `DeviceAccess` there is.
 
     Parameters
     ----------
@@ -65,16 +65,16 @@ def runs_on_gpu(rows: CacheState, ids: torch.Tensor, *, fetches: bool) -> bool:
     fetches : bool
         Whether the lookup may make rows resident.
     """
-    if ids.device != rows.device or access_to(rows.device) is None:
+    if ids.device != rows.device or rows.cache != "rows":
         return False
-    if rows.cache != "rows" or rows.table.row_bytes == 0:
-        return False
-    return rows.all_resident or fetches
+    # Rows of no bytes are the host's.
+    return rows.parameter.shape[1] > 0 and (fetches or rows.all_resident)
 
 
 def look_up_on_gpu(
     rows: CacheState,
     ids: torch.Tensor,
+    access: DeviceAccess,
     *,
     counts: bool,
     wants_grad: bool,
@@ -94,6 +94,8 @@ def look_up_on_gpu(
         The rows.
     ids : torch.Tensor
         int64 or int32 on their GPU.
+    access : DeviceAccess
+        How the GPU reaches them.
     counts : bool
         Whether the batch updates what decides which row leaves first.
     wants_grad : bool
@@ -125,8 +127,6 @@ def look_up_on_gpu(
     if flat.dim() != 1 or not flat.is_contiguous():
         flat = flat.reshape(-1).contiguous()
     n, parameter = flat.shape[0], rows.parameter
-    access = access_to(device)
-    assert access is not None
     kernels = access.kernels(device)  # raises errors of earlier lookups
     if rows.all_resident:
         uses = rows.device_uses
@@ -135,12 +135,14 @@ def look_up_on_gpu(
             uses = None
         if uses is None or uses.device != device:
             uses = rows.device_uses = DeviceUses(rows.slot_table, device, kernels)
-        index = torch.empty(ids.shape, dtype=torch.int64, device=device)
+        index = torch.empty_like(flat, dtype=torch.int64)
         counters = rows.statistics.record_on_device(n, device)
         if n:
             uses.look_up(flat, index, counters, uses=counts, bags=bags)
         # The parameter is the table: whatever changes it is found when rows are written back.
         weight = parameter if wants_grad else parameter.data
+        if ids.dim() != 1:
+            index = index.view(ids.shape)
         return LookedUp(weight, index, padding_idx, None if bags is None else bags.sound)
     training, device_slots = rows.training, rows.device_slots
     if device_slots is not None:
@@ -159,7 +161,7 @@ def look_up_on_gpu(
     exchange.begin(parameter.data, states, n)
     counters = rows.statistics.record_on_device(n, device)
     # Always new memory: ids may be written to before backward, and so may what is returned.
-    index = torch.empty(n, dtype=torch.int64, device=device)
+    index = torch.empty_like(flat, dtype=torch.int64)
     kept = None if follows or not wants_grad else torch.empty_like(index)
     number = device_slots.look_up(
         flat, index, counters, oldest, exchange, uses=counts, kept=kept, bags=bags

@@ -83,6 +83,7 @@ class DeviceUses:
             self._keys = torch.zeros(slots.n_rows, dtype=torch.int64, device=device)
             self._seen = torch.zeros(slots.n_rows, dtype=torch.int32, device=device)
         self._keeper = kernels.slots.keeper(self._keys, self._seen)
+        self._evict = EVICT[slots.evict]
         self._base, self._number = slots.stamp, 0
         self._order = _InOrder(device)
         # Whether the device knows anything that the host does not.
@@ -104,9 +105,9 @@ class DeviceUses:
     ) -> None:
         """Find the slots of a batch, int64 ``[n]``; other arguments as for `DeviceSlots`."""
         self._order.follow()
-        counting = EVICT[self._slots.evict] if uses else BY_ORDER
         self._fresh = True
         self._number = self._slots.next_stamp() - self._base
+        counting = self._evict if uses else BY_ORDER
         self._keeper.keep(ids, counts, self._number, slots, counting, bags)
 
     @property

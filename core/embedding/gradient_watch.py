@@ -157,7 +157,8 @@ class GradientWatch:
     def has_other_hooks(self) -> bool:
         """Whether somebody else has registered a hook on the parameter."""
         ours = self._hooks[0].id if self._hooks else None
-        return any(key != ours for key in self._rows.parameter._backward_hooks or ())
+        hooks = self._rows.parameter._backward_hooks or ()
+        return len(hooks) > (ours in hooks)
 
     def before_backward(self, grad: torch.Tensor | None = None) -> None:
         """Record whether others have changed the gradient before a pass adds to it.
@@ -270,6 +271,11 @@ class GradientWatch:
                 self._left = sum_mark(grad)
 
     # In steps
+
+    def check_step(self, held: Iterable[PinnedLookup]) -> None:
+        """Refuse what `check_cleared` and `check` refuse, before a step."""
+        self.check_cleared("optimizer")
+        self.check(held)
 
     def check(self, held: Iterable[PinnedLookup]) -> None:
         """Refuse a gradient that was changed so that others than the rows of lookups have one.

@@ -318,7 +318,7 @@ def renumbered(grad: torch.Tensor, numbers: Array, shape: Sequence[int]) -> torc
 
 def sum_mark(grad: torch.Tensor) -> tuple[int, int]:
     """Return what identifies a gradient: its address and its version."""
-    return values_of(grad).data_ptr(), grad._version
+    return (grad._values() if grad.is_sparse else grad).data_ptr(), grad._version
 
 
 def to_device(numbers: Array, device: torch.device) -> torch.Tensor:

@@ -18,6 +18,7 @@ from ..errors import ArgumentTypeError, BitslabError, IndexRangeError
 from ..tables.counters import Counters
 from ..tables.slabs import SlabCache
 from .bags import checked_by_lookup, sound_offsets
+from .device_access import access_to
 from .device_lookup import LookedUp, look_up_on_gpu, runs_on_gpu
 from .gradients import NONE, Array, to_device
 from .resident_cache import ResidentCache, fits
@@ -67,10 +68,11 @@ def look_up(
     follows: bool = False,
 ) -> LookedUp:
     """Implement `CachedRows.lookup_padded`, and `lookup_bags` with the last three arguments."""
+    access = access_to(rows.device)
     bags: BagOffsets | None = None
     if offsets is not None:
         n = ids.shape[0]
-        if n and checked_by_lookup(offsets, rows.device):
+        if n and access is not None and checked_by_lookup(offsets, rows.device):
             sound = torch.empty_like(offsets, dtype=torch.int64)
             bags = BagOffsets(offsets, include_last, sound)
         else:
@@ -82,10 +84,12 @@ def look_up(
     fetches = train and rows.trainable and rows.cache == "rows"
     trains = wants_grad or fetches
     check_ids_tensor(ids)
-    if trains and max_norm is None and runs_on_gpu(rows, ids, fetches=fetches):
+    possible = trains and max_norm is None
+    if access is not None and possible and runs_on_gpu(rows, ids, fetches=fetches):
         there = look_up_on_gpu(
             rows,
             ids,
+            access,
             counts=fetches,
             wants_grad=wants_grad,
             padding_idx=padding_idx,

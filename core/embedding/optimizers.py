@@ -116,7 +116,7 @@ class OptimizerAdapter:
     def _state(self) -> dict[str, Any]:
         """Return the optimizer's state of the parameter; it may be empty."""
         optimizer = self._optimizer()
-        if optimizer is None:
+        if optimizer is None or not optimizer.state:  # as of SGD, which each step asks
             return {}
         state: dict[str, Any] = optimizer.state.get(self._parameter, {})
         return state
@@ -153,10 +153,10 @@ class OptimizerAdapter:
         made_now : bool
             Whether new state was made by the step just taken, in the shape of the parameter.
         """
+        if not self._known and not self._state():
+            return
         rows = self._rows()
         if rows is None:
-            return
-        if not self._known and not self._state():
             return
         n_slots, n_rows = rows.parameter.shape[0], len(rows)
         if not made_now:

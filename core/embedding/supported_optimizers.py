@@ -50,7 +50,7 @@ def why_refused(
     """
     if not is_of_torch(optimizer):
         return "moves rows that were not looked up, or is not known"
-    reason = why_refused_when_made(optimizer, group)
+    reason = _why_torchs_refused(type(optimizer), group)
     grad = parameter.grad
     # Without a gradient a step does nothing; one that a closure computes is checked then.
     if reason or grad is None or grad.is_sparse or type(optimizer) is torch.optim.SparseAdam:
@@ -70,8 +70,12 @@ def why_refused_when_made(optimizer: torch.optim.Optimizer, group: Mapping[str, 
     group : mapping
         The parameter group of the rows.
     """
-    kind = type(optimizer)
-    if not is_of_torch(optimizer) or kind is torch.optim.SparseAdam:
+    return _why_torchs_refused(type(optimizer), group) if is_of_torch(optimizer) else ""
+
+
+def _why_torchs_refused(kind: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> str:
+    """Return what `why_refused_when_made` does, of an optimizer of one of torch's own classes."""
+    if kind is torch.optim.SparseAdam:
         return ""
     if kind not in _UNWANTED:
         return "moves rows that were not looked up"

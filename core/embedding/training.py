@@ -562,8 +562,8 @@ class Training:
             adapter = self.adapters.attached(optimizer)
             adapter.check(options)
             rows.watch.check()
-            self.gradients.check_cleared("optimizer")
-            self.gradients.check(self._pending)
+            if not rows.all_resident:
+                self.gradients.check_step(self._pending)
             if type(optimizer) in (torch.optim.Adagrad, torch.optim.SparseAdam):
                 self._sum_in_order(negated=bool(options.get("maximize")))
             adapter.align()

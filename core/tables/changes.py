@@ -71,8 +71,13 @@ class Ownership:
 
     def allows_changes(self, parts: TableParts) -> bool:
         """Return whether `check` raises nothing."""
-        shared = self.read_only or any(buffer.shared for buffer in parts.buffers.values())
-        return self.path is None and self._pid == os.getpid() and not shared
+        if self.read_only or self.path is not None or self._pid != os.getpid():
+            return False
+        # No generator: lookups on a GPU ask each time.
+        for buffer in parts.buffers.values():  # noqa: SIM110
+            if buffer.shared:
+                return False
+        return True
 
     def check(self, what: str, parts: TableParts) -> None:
         """Raise BitslabError when `what` must not change the table."""

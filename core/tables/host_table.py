@@ -357,7 +357,7 @@ class HostTable:
 
     @property
     def _may_be_written(self) -> bool:
-        alone = not (self._closed or self._caches) and self.rows_per_packed_row == 1
+        alone = not (self._closed or self._caches) and self._parts.items_per_row == 1
         return alone and self._ownership.allows_changes(self._parts)
 
     def writes_by_gpu(self, device: torch.device) -> GpuWrites | None:

@@ -342,20 +342,35 @@ class CachedEmbeddingBag(TableModule):
                     offsets, input.shape[0], rows.device, include_last=self.include_last_offset
                 )
             found = LookedUp(*rows.lookup_slots(input, self.padding_idx), offsets)
-        out = F.embedding_bag(
-            found.indices,
-            found.weight,
-            found.offsets,
-            None,
-            2.0,
-            self.scale_grad_by_freq,
-            self.mode,
-            self.sparse,
-            per_sample_weights,
-            self.include_last_offset,
-            found.padding,
-        )
-        rows.follow(found, out)
+        if found.offsets is not None and self.mode != "max":
+            # What F.embedding_bag calls after its checks, all of which were made above.
+            out, *_ = torch.embedding_bag(
+                found.weight,
+                found.indices,
+                found.offsets,
+                self.scale_grad_by_freq,
+                MODES.index(self.mode),
+                self.sparse,
+                per_sample_weights,
+                self.include_last_offset,
+                found.padding,
+            )
+        else:
+            out = F.embedding_bag(
+                found.indices,
+                found.weight,
+                found.offsets,
+                None,
+                2.0,
+                self.scale_grad_by_freq,
+                self.mode,
+                self.sparse,
+                per_sample_weights,
+                self.include_last_offset,
+                found.padding,
+            )
+        if found.pinned is not None:
+            rows.follow(found, out)
         return out if shape_hook is None else shape_hook(out)
 
     def _plain(self, input: Any, offsets: Any) -> torch.Tensor | None:
