@@ -452,12 +452,26 @@ def measure(
     on_host = counted.cpu().numpy() if read is None else read(counted)
     units, with_exceptions = on_host[:, :, :2], on_host[:, :, 2:]
     costs = units * (bytes_a_unit * n_rows / len(test))
-    numbers = learnt.table.numbers
-    uniform = numbers[:, UNIFORM] == 1
-    mask_bytes = np.where(uniform, numbers[:, WIDTH], row_bytes)
-    costs += mask_bytes[:, None, None] * (1 << np.array(CODE_BITS))[:, None]
-    slower = np.where(uniform, 0, EXCEPTIONS_SAVE)[:, None, None]
-    costs *= 1 + slower * (with_exceptions / len(test))
+    profiles, positional = _fixed_costs(learnt.table, row_bytes, options)
+    costs += profiles
+    costs *= 1 + positional * with_exceptions * (EXCEPTIONS_SAVE / len(test))
+    costs = costs.reshape(len(costs), -1)
+    return Measured(learnt.rules, costs.min(1), costs.argmin(1))
+
+
+@lru_cache(KEPT)
+def _fixed_costs(
+    table: CandidateTable, row_bytes: int, options: Options
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return what candidates cost whatever the rows are.
+
+    Bytes of the profiles, ``[n, 3, 2]`` by code_bits - 1 and grouped, infinite where `options` say
+    otherwise; and 1 where masks are positional, 0 where uniform, ``[n, 1, 1]``.
+    """
+    uniform = table.numbers[:, UNIFORM] == 1
+    mask_bytes = np.where(uniform, table.numbers[:, WIDTH], row_bytes)
+    costs = np.empty((len(table), len(CODE_BITS), 2))
+    costs[:] = mask_bytes[:, None, None] * (1 << np.array(CODE_BITS))[:, None]
     for axis, values, wanted in (
         (1, CODE_BITS, options.code_bits),
         (2, (False, True), options.grouped),
@@ -465,8 +479,7 @@ def measure(
         if wanted is not None:
             others = [i for i, value in enumerate(values) if value != wanted]
             costs[(slice(None),) * axis + (others,)] = np.inf
-    costs = costs.reshape(len(costs), -1)
-    return Measured(learnt.rules, costs.min(1), costs.argmin(1))
+    return costs, 1.0 - uniform[:, None, None]
 
 
 class Search:
