@@ -48,3 +48,14 @@ def test_closed_table():
     table.close()
     with pytest.raises(bitslab.BitslabError, match="closed"):
         rgcn.compile()(graph, *(inputs | {"x": table}).values())
+
+
+def test_table_closed_before_the_backward_pass():
+    graph = random_graph(0, 12, 12, 60, 4)
+    inputs = inputs_of("rgcn", graph, torch.float32)
+    leaf = inputs["weight"].requires_grad_()
+    with bitslab.CompressedTable.from_tensor(inputs["x"], progress=False) as table:
+        out = rgcn.compile()(graph, *(inputs | {"x": table}).values())
+    with pytest.raises(bitslab.BitslabError, match="closed"):
+        out.sum().backward()
+    assert leaf.grad is None
