@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from dlrm.exchanges import PackedAllToAll, pack, unpack
 from dlrm.sharded import owners_of, part_sizes
 from dlrm.torchrec_tables import missing_torchrec
 
-from tests.forked import run_forked_together
-
 from .conftest import ROOT
+from .forked_ranks import run_ranks_of
 
 SMALL = "--scale 1e-4 --lines 450 --batch-size 64 --embedding-dim 8 --bottom 8 --top 8".split()
 STEPS = 6
@@ -29,37 +27,14 @@ def trained(folder: Path, *options: str, ranks: int = 2) -> dict[str, Any]:
     """Run the script on some ranks, as torchrun does; return what it wrote, and checked output."""
     json_file = folder / "it.json"
     imports = [*IMPORTS, *([] if missing_torchrec() else ["torchrec"])]
-    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    code = (
-        "import os, runpy, sys\n"
-        "os.environ['RANK'] = os.environ['LOCAL_RANK'] = sys.argv.pop(1)\n"
-        "path = sys.argv[0] = sys.argv.pop(1)\n"
-        "sys.path.insert(0, os.path.dirname(path))\n"
-        "runpy.run_path(path, run_name='__main__')\n"
-    )
-    done = run_forked_together(
-        [
-            ["-c", code, str(rank), SCRIPT, *SMALL, *options, "--json", json_file]
-            for rank in range(ranks)
-        ],
-        imports=tuple(imports),
-        env={**os.environ, **store, "WORLD_SIZE": str(ranks), "OMP_NUM_THREADS": "1"},
-    )
+    given = [*SMALL, *options, "--json", str(json_file)]
+    done = run_ranks_of(SCRIPT, given, ranks=ranks, imports=imports)
     for rank, each in enumerate(done):
         assert each.returncode == 0, each.stderr
         assert bool(each.stdout) == (rank == 0)
     report: dict[str, Any] = json.loads(json_file.read_text())
     report["output"] = done[0].stdout
     return report
-
-
-def free_port() -> int:
-    import socket
-
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
 
 
 @pytest.mark.parametrize("torchrec", [False, True], ids=["plain", "torchrec"])
