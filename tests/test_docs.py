@@ -107,7 +107,10 @@ FRAMEWORKS = {
 IMPORTED = ("torch", "torch._dynamo", "bitslab", "tests.loaded_kernels")
 
 RUNNER = """
-import json, os, sys, traceback
+import json, os, pathlib, sys, traceback
+import pytest
+from tests.quick_measuring import measure_quickly
+measure_quickly(pytest.MonkeyPatch(), pathlib.Path("cache").absolute())  # codecs of activations
 failed = False
 for example in json.loads(sys.stdin.read()):
     os.makedirs(example["folder"])

@@ -69,6 +69,7 @@ def holds(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_alike_under_a_limit(name: str, recompute: bool, holds: None) -> None:

@@ -80,7 +80,7 @@ def optimised() -> list[AnyVariant]:
 
     The fast compile takes a third of the time and refuses the same mistakes. The fastest are always
     optimised, as is what knows no format. Of tiles and attention the usual format is, and one more
-    that the seed draws; of the other kernels of packed rows a quarter.
+    that the seed draws; of typed products and the other kernels of packed rows a quarter.
     """
     candidates = [v for v in for_fully_optimised() if may_spill(v)]
     if pairwise.FULL:
@@ -97,7 +97,7 @@ def optimised() -> list[AnyVariant]:
 
 
 def always_optimised(variant: AnyVariant) -> bool:
-    return fastest(variant) and variant.file not in ("attend", "quantized")
+    return fastest(variant) and variant.file not in ("attend", "quantized", "typed_gemm")
 
 
 def settings_by_name(variant: AnyVariant) -> dict[str, Hashable]:
