@@ -74,7 +74,7 @@ def pass_plan(
         found: dict[str, list[str]] = {}
         for name in names:
             at = after[name]
-            if at is None or at == name:  # its own read brings it back
+            if at is None or at == name:  # its own read fetches it
                 continue
             if at:  # reads inside of a checkpointed module are not seen
                 at = _seen_site(names, seen, place[at], place[name])

@@ -241,7 +241,7 @@ class Caller:
         exchange = made(self.counters[way], self.faults, pieces=pieces, numbers=numbers)
         exchange.start()
         if numbers:
-            # In this call on all ranks, whenever they wait for what it brings.
+            # In this call on all ranks, whenever they wait for what it fetches.
             self.decision.decide(exchange.finish())
         return exchange
 

@@ -447,7 +447,7 @@ class DeviceExchange:
     def _fields(self, came: Sequence[Came], by_id: Sequence[int]) -> dict[int, Places]:
         """Return by number the fields of parts whose rows cross once for each id.
 
-        Two copies bring headers and fields of all of them to the host, where they are checked: a
+        Two copies move headers and fields of all of them to the host, where they are checked: a
         kernel that reads rows by a wrong place would end the process.
         """
         flagged = [

@@ -39,8 +39,8 @@ def trained(folder: Path, *options: str, ranks: int = 2) -> dict[str, Any]:
 
 @pytest.mark.parametrize("torchrec", [False, True], ids=["plain", "torchrec"])
 def test_all_ways_train_on_two_ranks(tmp_path: Path, torchrec: bool) -> None:
-    if torchrec and missing_torchrec():
-        pytest.skip("torchrec is not installed")
+    if torchrec and (why := missing_torchrec()):
+        raise ModuleNotFoundError(why, name="torchrec")
     picture = tmp_path / "it.png"
     options = ["--exchange", "raw", "lossless", "adaptive", "fp16", "--plot", str(picture)]
     # TorchRec's bytes are for rows of 32.

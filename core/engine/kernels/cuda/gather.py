@@ -10,8 +10,6 @@ import torch
 
 from ....errors import ArgumentError
 from ..format import (
-    BUCKET_ENTRIES,
-    PAD_WORDS,
     CacheStorage,
     RowFormat,
     RowLayout,
@@ -19,8 +17,10 @@ from ..format import (
     ceil_div,
     read_together,
 )
+from . import chosen_rows
+from .chosen_rows import ChosenRows
 from .ids import ALL_GOOD, check_ids_count
-from .parameters import Address, Int32, Int64, Parameters, UInt32
+from .parameters import Address, Int32, Int64
 from .runner import Runner, do_nothing
 from .source import MIN_SHORT_VECTOR, Variant
 from .tiles import (
@@ -38,29 +38,16 @@ from .tiles import (
 
 
 @dataclass(init=False)
-class GatherRows(Parameters):
+class GatherRows(ChosenRows):
     """Parameters of `gather_rows`.
 
-    The tensors of a `TableStorage`, a `CacheStorage` and a `RowLayout`, any of which may be None
-    where they may be there; int32 or int64 ids; an order of unsigned int32, int64 `first_bad` and
-    `counters`, or None. `longest_words` is the longest packed row of table and cache.
+    Those of `ChosenRows`, and the tensors of a `RowLayout`, any of which may be None; int32 or
+    int64 ids; an order of unsigned int32, int64 `first_bad` and `counters`, or None.
+    `longest_words` is the longest packed row of table and cache.
     """
 
     kernel = "gather_rows"
 
-    words: Address
-    n_words: Int64
-    bases: Address
-    lengths: Address
-    length_bytes: Int32
-    flags: Address
-    moved: Address
-    overflow: Address
-    overflow_rows: Int64
-    typical_words: Int32
-    entries: Address
-    bucket_mask: UInt32
-    slabs: Address
     ids: Address
     id_bytes: Int32
     order: Address
@@ -294,25 +281,12 @@ class GatherPlan:
         variant = decode_variant("gather", layout, address if each == 1 else 1)
         self.grid = Grid(runner, variant, shape)
         self.words = aligned_to(table.words, WORDS_ALIGN_BYTES)
-        lengths = table.lengths
         self.launch = runner.bind(
             variant,
             _gather_kernel(variant, f, shape),
             THREADS,
             self.grid.shared_bytes,
-            words=self.words,
-            n_words=table.words.shape[0] - PAD_WORDS,
-            bases=table.bases,
-            lengths=lengths,
-            length_bytes=0 if lengths is None else lengths.element_size(),
-            flags=table.flags,
-            moved=table.moved,
-            overflow=table.overflow,
-            overflow_rows=_overflow_rows(table, f),
-            typical_words=typical_words,
-            entries=None if cache is None else cache.entries,
-            bucket_mask=0 if cache is None else cache.entries.shape[0] // BUCKET_ENTRIES - 1,
-            slabs=None if cache is None else cache.addresses,
+            **chosen_rows.values_of(table, cache, f, self.words, typical_words),
             row_clusters=table.row_clusters,
             **tile_arguments(layout, table.n_rows, shape),
             longest_words=max_words,
@@ -364,7 +338,3 @@ def _gather_kernel(variant: Variant, f: RowFormat, shape: TileShape) -> type[Gat
         return GatherLongRows
     short = variant.vector >= MIN_SHORT_VECTOR and f.row_bytes <= SHORT_ROW_BYTES
     return GatherShortRows if short and shape.tile_rows > WARPS else GatherRows
-
-
-def _overflow_rows(table: TableStorage, f: RowFormat) -> int:
-    return 0 if table.overflow is None else (table.overflow.shape[0] - PAD_WORDS) // f.row_words

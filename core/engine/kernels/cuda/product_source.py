@@ -6,13 +6,11 @@ from dataclasses import dataclass
 
 import torch
 
-from ..format import (
-    BUCKET_ENTRIES,
-    PAD_WORDS,
-    read_together,
-)
+from ..format import PAD_WORDS, read_together
 from ..typed_products import TILE_ROWS, PackedRows, shared_row_bytes, slice_bytes
-from .parameters import Address, Int32, Int64, Parameters, UInt32, Value
+from . import chosen_rows
+from .chosen_rows import ChosenRows
+from .parameters import Address, Int32, Int64, Value, kinds_of
 from .source import AnyVariant, typed_gemm_variant
 from .tiles import (
     STAGE_BYTES,
@@ -26,27 +24,14 @@ from .tiles import (
 
 
 @dataclass(init=False)
-class SourceParameters(Parameters):
+class SourceParameters(ChosenRows):
     """What both kernels of typed_gemm.cu take of the rows.
 
-    The tensors of a `TableStorage`, a `CacheStorage` and a `RowLayout`, as for `gather_rows`, or of
-    plain rows their address as `words` and `stride_bytes`; the others are 0 then. int64 `index`
-    ``[rows]``, or None; int64 tiles ``[n, 3]``: type, first row and end of the type's rows.
+    Those of `ChosenRows` and the tensors of a `RowLayout`, as for `gather_rows`, or of plain rows
+    their address as `words` and `stride_bytes`; the others are 0 then. int64 `index` ``[rows]``, or
+    None; int64 tiles ``[n, 3]``: type, first row and end of the type's rows.
     """
 
-    words: Address
-    n_words: Int64
-    bases: Address
-    lengths: Address
-    length_bytes: Int32
-    flags: Address
-    moved: Address
-    overflow: Address
-    overflow_rows: Int64
-    typical_words: Int32
-    entries: Address
-    bucket_mask: UInt32
-    slabs: Address
     tables: Address
     starts: Address
     n_rows: Int64
@@ -106,7 +91,7 @@ class RowSource:
         self, x: torch.Tensor | PackedRows, depth: int, index: torch.Tensor | None
     ) -> None:
         size = x.dtype.itemsize
-        self.values: dict[str, Value] = dict.fromkeys(SourceParameters.__annotations__, 0)
+        self.values: dict[str, Value] = dict.fromkeys(kinds_of(SourceParameters), 0)
         stage_words = 0
         if isinstance(x, torch.Tensor):
             self.variant = typed_gemm_variant(size)
@@ -132,21 +117,9 @@ class RowSource:
 def _table_values(x: PackedRows, shape: TileShape) -> dict[str, Value]:
     """Return the parameters of a table, as `GatherPlan` gives them."""
     table, cache, f = read_together(x.table, x.cache), x.cache, x.layout.format
-    overflow, lengths = table.overflow, table.lengths
+    words = aligned_to(table.words, WORDS_ALIGN_BYTES)
     return {
-        "words": aligned_to(table.words, WORDS_ALIGN_BYTES),
-        "n_words": table.words.shape[0] - PAD_WORDS,
-        "bases": table.bases,
-        "lengths": lengths,
-        "length_bytes": 0 if lengths is None else lengths.element_size(),
-        "flags": table.flags,
-        "moved": table.moved,
-        "overflow": overflow,
-        "overflow_rows": 0 if overflow is None else (len(overflow) - PAD_WORDS) // f.row_words,
-        "typical_words": table.typical_words,
-        "entries": None if cache is None else cache.entries,
-        "bucket_mask": 0 if cache is None else cache.entries.shape[0] // BUCKET_ENTRIES - 1,
-        "slabs": None if cache is None else cache.addresses,
+        **chosen_rows.values_of(table, cache, f, words, table.typical_words),
         "tables": x.layout.tables,
         "starts": x.layout.starts,
         "n_rows": table.n_rows,

@@ -187,7 +187,7 @@ __device__ __forceinline__ void store_value(const Target& to, const Tile& t, int
 }
 
 #define VALUES_16 (16 / VALUE_BYTES)
-// A slice of the weight: DEPTH rows of TILE_COLUMNS, of which a thread brings some 16 bytes.
+// A slice of the weight: DEPTH rows of TILE_COLUMNS, of which a thread loads some 16 bytes.
 #define PIECES (SLICE_DEPTH * TILE_COLUMNS / VALUES_16 / THREADS)
 struct Pieces {
   uint4 x[PIECES];
