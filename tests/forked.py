@@ -23,8 +23,9 @@ import tempfile
 import types
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 #: What most commands import, kernels for the CPU among it.
 IMPORTS = ("torch", "bitslab", "tests.loaded_kernels")
@@ -91,11 +92,7 @@ def run_forked_together(
                 "files": [str(path) for path in files],
             }
             requests.append(request)
-        parent = _parent_of(tuple(imports))
-        assert parent.stdin is not None and parent.stdout is not None
-        parent.stdin.write(json.dumps(requests) + "\n")
-        parent.stdin.flush()
-        statuses = parent.stdout.readline()
+        statuses = _parent_of(tuple(imports)).ask(requests)
         assert statuses, f"a process that has imported {', '.join(imports)} has ended"
         return [
             subprocess.CompletedProcess(
@@ -107,17 +104,54 @@ def run_forked_together(
         ]
 
 
+@dataclass(frozen=True)
+class _Parent:
+    """A process that has imported modules, and forks; it ends with this one.
+
+    Parameters
+    ----------
+    requests, answers : TextIO
+        Where it reads and writes a line each time.
+    """
+
+    requests: TextIO
+    answers: TextIO
+
+    def ask(self, request: Any) -> str:
+        """Send a request and return the answer, "" if the process has ended."""
+        self.requests.write(json.dumps(request) + "\n")
+        self.requests.flush()
+        return self.answers.readline()
+
+    def end(self) -> None:
+        """Let it end: there are no more requests."""
+        self.requests.close()
+        self.answers.close()
+
+
 @functools.cache
-def _parent_of(imports: tuple[str, ...]) -> subprocess.Popen[str]:
-    """Start a process that imports and then forks; it ends with this one."""
-    parent = subprocess.Popen(
+def _parent_of(imports: tuple[str, ...]) -> _Parent:
+    """Start a process that imports and then forks."""
+    if set(IMPORTS[:2]) < set(imports) and imports != IMPORTS:
+        # A fork of the one that has imported most of it.
+        with tempfile.TemporaryDirectory() as folder:
+            paths = [os.path.join(folder, name) for name in ("requests", "answers")]
+            for path in paths:
+                os.mkfifo(path)
+            request = {"imports": imports, "env": dict(os.environ), "pipes": paths}
+            _parent_of(IMPORTS).ask(request)
+            parent = _Parent(open(paths[0], "w"), open(paths[1]))
+            atexit.register(parent.end)
+            return parent
+    process = subprocess.Popen(
         [sys.executable, __file__, *imports],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    atexit.register(parent.communicate)
-    return parent
+    atexit.register(process.communicate)
+    assert process.stdin is not None and process.stdout is not None
+    return _Parent(process.stdin, process.stdout)
 
 
 def _next_request(imports: Sequence[str]) -> dict[str, Any] | None:
@@ -130,9 +164,22 @@ def _next_request(imports: Sequence[str]) -> dict[str, Any] | None:
     gc.collect()
     gc.freeze()
     for line in sys.stdin:
+        asked = json.loads(line)
+        if isinstance(asked, dict):  # to fork one that imports more
+            if os.fork() == 0:
+                for number, path in enumerate(asked["pipes"]):
+                    file = os.open(path, os.O_WRONLY if number else os.O_RDONLY)
+                    os.dup2(file, number)
+                    os.close(file)
+                sys.stdin = open(0, closefd=False)
+                os.environ.clear()
+                os.environ.update(asked["env"])
+                return _next_request(asked["imports"])
+            print("forked", flush=True)
+            continue
         children = []
         request: dict[str, Any]
-        for request in json.loads(line):
+        for request in asked:
             child = os.fork()
             if child == 0:
                 return request

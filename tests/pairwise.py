@@ -11,8 +11,8 @@ each of its values is in the cover, and each pair of one of its parts and anothe
 
 >>> @pytest.mark.pairwise(dtype=lambda dtype: (dtype.itemsize, dtype.is_complex))  # doctest: +SKIP
 
-Of a test that takes long and is marked ``drawn(n)``, n of its cases run, which the seed chooses in
-the same way.
+Of a test that takes long and is marked ``drawn(n)``, n of its cases, or of their cover, run. The
+seed chooses them in the same way; they hold as many values of each parameter as n cases can.
 """
 
 from __future__ import annotations
@@ -80,6 +80,32 @@ def cover(
     return sorted(chosen)
 
 
+def draw(cases: Sequence[Case], count: int, seed: object = 0) -> list[int]:
+    """Return the positions of some cases, with as many of all values as so few can hold.
+
+    Parameters
+    ----------
+    cases : sequence of mapping
+        As for `cover`.
+    count : int
+        How many are drawn; all of them where there are no more.
+    seed : object
+        Chooses among them; anything with a repr.
+
+    Returns
+    -------
+    list of int
+        Rising, the same for the same arguments.
+    """
+    names = {name for case in cases for name in case}
+    drawn = cover(cases, seed, alone=names)  # of single values, not of pairs
+    generator = random.Random(repr(seed))
+    if len(drawn) < count:
+        others = sorted(set(range(len(cases))) - set(drawn))
+        drawn += generator.sample(others, min(count - len(drawn), len(others)))
+    return sorted(generator.sample(drawn, min(count, len(drawn))))
+
+
 def use_seed(config: pytest.Config) -> None:
     """Let the seed of hypothesis choose the covers of this run, where it is given."""
     global seed
@@ -95,10 +121,10 @@ def keep_covers(config: pytest.Config, items: list[pytest.Item]) -> None:
         taken_apart = next(cases[0].iter_markers("pairwise")).kwargs
         kept = cover([_parameters(case) for case in cases], (seed, name), alone=taken_apart)
         dropped |= set(cases) - {cases[i] for i in kept}
-    for name, cases in _cases_of("drawn", items):
+    for name, cases in _cases_of("drawn", [item for item in items if item not in dropped]):
         (count,) = next(cases[0].iter_markers("drawn")).args
-        drawn = random.Random(repr((seed, name))).sample(cases, min(count, len(cases)))
-        dropped |= set(cases) - set(drawn)
+        kept = draw([_parameters(case) for case in cases], count, (seed, name))
+        dropped |= set(cases) - {cases[i] for i in kept}
     if dropped:
         config.hook.pytest_deselected(items=[item for item in items if item in dropped])
         items[:] = [item for item in items if item not in dropped]
@@ -141,14 +167,14 @@ def _parameters(item: pytest.Function) -> dict[str, Hashable]:
 
     A value is known by its address, since not all can be hashed: all cases of a test have the same.
     """
-    (mark, *_) = item.iter_markers("pairwise")
+    taken_apart = {k: v for mark in item.iter_markers("pairwise") for k, v in mark.kwargs.items()}
     params = dict(item.callspec.params)
     found: dict[str, Hashable] = {}
     for given in item.iter_markers("parametrize"):
         names = given.args[0] if given.args else given.kwargs["argnames"]
         names = names.split(",") if isinstance(names, str) else list(names)
         values = [params.pop(name.strip()) for name in names]
-        if len(names) == 1 and (parts := mark.kwargs.get(names[0])):
+        if len(names) == 1 and (parts := taken_apart.get(names[0])):
             found |= {f"{names[0]}[{i}]": part for i, part in enumerate(parts(values[0]))}
         found[",".join(names)] = tuple(map(id, values))
     # Those of fixtures and of pytest_generate_tests.

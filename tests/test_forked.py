@@ -79,6 +79,18 @@ def test_nothing_of_one_fork_reaches_the_next(tmp_path: Path) -> None:
     assert done.stdout == f"{tmp_path} None 1 True\n"
 
 
+def test_one_that_imports_more_is_a_fork_of_the_one_with_torch(tmp_path: Path) -> None:
+    code = "import os, sys; print('xml.dom' in sys.modules, os.getppid(), os.environ.get('SEEN'))"
+    more = partial(forked.run_forked, imports=("torch", "bitslab", "xml.dom"))
+    first, second = (more(["-c", code], env={**os.environ, "SEEN": str(n)}) for n in range(2))
+    assert first.returncode == second.returncode == 0, first.stderr + second.stderr
+    (_, parent, _), (_, again, _) = (each.stdout.split() for each in (first, second))
+    assert (first.stdout, second.stdout) == (f"True {parent} 0\n", f"True {parent} 1\n")
+    plain = forked.run_forked(["-c", code])
+    assert plain.stdout.split()[0] == "False" and plain.stdout.split()[1] not in (parent, again)
+    assert more(["-c", "import sys; sys.exit(3)"]).returncode == 3
+
+
 def test_warnings_become_errors_where_asked() -> None:
     code = "import warnings\nwarnings.warn_explicit('w', UserWarning, 'f', 1, module={!r})"
     option = ["-W", "error::UserWarning:bitslab"]

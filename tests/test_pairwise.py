@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import pairwise
-from tests.pairwise import cover
+from tests.pairwise import cover, draw
 
 pytest_plugins = ["pytester"]
 
@@ -51,6 +51,23 @@ def test_a_seed_always_gives_the_same_cover_and_others_give_others() -> None:
     assert {i for chosen in taken for i in chosen} == set(range(len(cases)))
 
 
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=4), data=st.data())
+def test_drawn_cases_hold_as_many_values_as_they_can(sizes: list[int], data: st.DataObject) -> None:
+    cases = product_of(sizes)
+    count, seed = data.draw(st.integers(1, len(cases) + 2)), data.draw(st.integers(0, 9))
+    drawn = draw(cases, count, seed)
+    assert drawn == sorted(set(drawn)) == draw(cases, count, seed)
+    assert len(drawn) == min(count, len(cases))
+    every = {value for case in cases for value in case.items()}
+    if count >= sum(sizes):  # each case of a cover of single values adds one
+        assert {value for i in drawn for value in cases[i].items()} == every
+
+
+def test_every_case_is_drawn_by_some_seed() -> None:
+    cases = product_of([4, 3])
+    assert {i for seed in range(60) for i in draw(cases, 4, seed)} == set(range(12))
+
+
 MARKED = """
 import pytest
 
@@ -66,6 +83,12 @@ def test_not_marked(a, b): pass
 @pytest.mark.drawn(3)
 @pytest.mark.parametrize("a", range(8))
 def test_drawn(a): pass
+
+@pytest.mark.drawn(4)
+@pytest.mark.pairwise
+@pytest.mark.parametrize("a", range(4))
+@pytest.mark.parametrize("b", "xyz")
+def test_both(a, b): pass
 """
 CONFTEST = """
 from tests.pairwise import keep_covers
@@ -91,6 +114,9 @@ def test_tests_that_are_marked_run_a_cover(
     assert sum(name.startswith("test_not_marked") for name in passed) == 16
     drawn = {name for name in passed if name.startswith("test_drawn")}
     assert len(drawn) == (8 if full else 3)
+    both = [name[len("test_both[") : -1] for name in passed if name.startswith("test_both")]
+    assert len(both) == (12 if full else 4)
+    assert {name[0] for name in both} == set("xyz") and {name[-1] for name in both} == set("0123")
     marked = [name for name in passed if name.startswith("test_marked")]
     if full:
         assert len(marked) == 16

@@ -98,6 +98,7 @@ def test_layers_compiled_one_by_one_come_back_one_by_one(monkeypatch: pytest.Mon
     offload.detach()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("compiled", [in_place, wrapped])
 def test_a_model_compiled_whole_is_reported(

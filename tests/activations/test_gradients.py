@@ -84,6 +84,7 @@ def check_case(name: str, training: Offloaded, moves: bool | None = True) -> Non
         training.close()
 
 
+@pytest.mark.drawn(40)
 @pytest.mark.pairwise(name=varied)
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("name", CASES)
@@ -94,6 +95,7 @@ def test_gradients_are_those_of_plain_training(
     check_case(name, Offloaded(**POLICIES[policy]), policy != "keep")
 
 
+@pytest.mark.drawn(44)
 @pytest.mark.pairwise(name=varied)
 @pytest.mark.parametrize("options", DISKS)
 @pytest.mark.parametrize("name", CASES)
@@ -114,6 +116,7 @@ def test_gradients_when_tensors_go_to_a_disk(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.drawn(11)
 @pytest.mark.parametrize("name", VARIED)
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_when_writes_and_reads_are_late(
@@ -143,6 +146,7 @@ def test_gradients_when_every_second_tensor_is_selected(name: str) -> None:
     check_case(name, Offloaded(policy="raw", select=select), None)
 
 
+@pytest.mark.drawn(25)
 @pytest.mark.parametrize("codec", LOSSLESS)
 @pytest.mark.parametrize("name", VARIED)
 def test_every_codec_returns_every_bit(name: str, codec: str) -> None:

@@ -116,6 +116,7 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], TransformerLayer]] = {
 }
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", CASES)
 def test_layer_keeps_what_its_shape_says(name: str, dtype: torch.dtype) -> None:
@@ -126,6 +127,7 @@ def test_layer_keeps_what_its_shape_says(name: str, dtype: torch.dtype) -> None:
     assert of_one_layer(make, dtype, input_ids=IDS) == pytest.approx(expected, rel=0.02)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("drop", [0.0, 0.1])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_t5_keeps_what_its_shape_says(dtype: torch.dtype, drop: float) -> None:

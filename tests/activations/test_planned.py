@@ -211,6 +211,7 @@ def test_a_replay_that_was_not_exact_is_none(monkeypatch: pytest.MonkeyPatch) ->
     assert profiles and all(s.replay_s is None for s in profiles[0].sites)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("codec", [None, "ibp-blob"])
 @pytest.mark.parametrize("action", ["host", "device"])
 def test_moved_and_packed(

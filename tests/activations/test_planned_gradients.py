@@ -107,6 +107,7 @@ DRAWS = settings(
 )
 
 
+@pytest.mark.drawn(19)
 @pytest.mark.parametrize("name", CASES)
 @DRAWS
 @given(seed=st.integers(0, 1 << 20), keeps=st.booleans())
@@ -117,6 +118,7 @@ def test_gradients_under_random_plans(
     check_case(name, Offloaded(slowdown=0.5), None)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "name", ["chunks", "retained-graph", "in-another-order", "dropout-and-random-numbers"]
 )

@@ -69,7 +69,7 @@ def holds(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_alike_under_a_limit(name: str, recompute: bool, holds: None) -> None:
@@ -80,6 +80,7 @@ def test_models_train_alike_under_a_limit(name: str, recompute: bool, holds: Non
     assert actions - {"keep"} and (recompute or not actions & {"replay", "checkpoint"})
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("name", MODELS)
 def test_models_train_alike_with_every_kind_of_choice(
     name: str, monkeypatch: pytest.MonkeyPatch, holds: None

@@ -56,6 +56,7 @@ def forward(plan: Plan, profile: StepProfile) -> tuple[float, float]:
     return peak, stall_s
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
 @pytest.mark.parametrize("seed", range(6))
 def test_bounds_keep_the_limit_and_wait_little_longer_than_planned(seed: int, share: float) -> None:

@@ -53,6 +53,7 @@ def test_sizes_are_those_published(name: str) -> None:
             assert narrow(images).shape == (2, 7)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "options",
     [["--model", "alexnet"], ["--model", "plain20", "--activation", "elu", "--data", "drawn"]],

@@ -184,6 +184,7 @@ def test_graph_whose_labels_do_not_fit() -> None:
         datasets.from_edges("made", none, none, torch.zeros(3, 2), torch.zeros(2))
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -57,7 +57,7 @@ WAYS: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS)
 def test_auc_and_losses_are_equal_in_all_modes(
     script: Any, train: Any, options: list[str], capsys: pytest.CaptureFixture[str]

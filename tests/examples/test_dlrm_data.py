@@ -66,6 +66,7 @@ FORMS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("read_bytes", [300, 1 << 24], ids=["pieces", "whole"])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_criteo_is_read_as_python_reads_it(

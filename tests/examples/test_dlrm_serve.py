@@ -41,7 +41,7 @@ CASES: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_lookups_are_those_of_torch(
     script: Any, train: Any, options: list[str], capsys: pytest.CaptureFixture[str]

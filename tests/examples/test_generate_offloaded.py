@@ -45,6 +45,7 @@ CASES: dict[str, list[str]] = {
 }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("options", CASES.values(), ids=CASES)
 def test_tokens_are_those_of_the_plain_run(script: Any, train: Any, options: list[str]) -> None:
     status, report = train(script, *TINY, *options)

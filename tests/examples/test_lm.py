@@ -35,6 +35,7 @@ def script() -> Any:
     return importlib.import_module("train_offloaded")
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("model", MODELS)
 def test_losses_are_equal_in_every_way(
     script: Any, train: Any, model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

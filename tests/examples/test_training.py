@@ -28,6 +28,7 @@ def losses(run: dict[str, Any]) -> list[float]:
     return [loss for epoch in run["epochs"] for loss in epoch["losses"]]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("edges", [False, True], ids=["nodes", "nodes and edges"])
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
@@ -63,6 +64,7 @@ def test_losses_are_equal_in_all_modes(
     assert edges or plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.drawn(1)
 def test_losses_do_not_depend_on_the_sampling_process(script: Any, train: Any) -> None:
     calls = []
     for options in ([], ["--no-pipeline"], ["--workers", "1"]):

@@ -75,6 +75,7 @@ def normal(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("n_layers", [1, 2, 3])
 def test_layers_come_in_turn(n_layers: int, offload: bool) -> None:

@@ -27,6 +27,7 @@ def saved(codec: RowCodec, rows: torch.Tensor) -> float:
     return 1 - packed / rows.nbytes
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_what_is_kept_saves_nearly_what_a_plan_of_its_own_does(dtype, monkeypatch):
     fits: list[int] = []

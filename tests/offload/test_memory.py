@@ -41,6 +41,7 @@ def fail(model: Any) -> None:
         logits(model, torch.full((1, 1), 10**6))
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("use", [logits, generate, read_weights, fail, restore_weights])
 @pytest.mark.parametrize("kept", ["in-memory", "packed", "in-a-file"])

@@ -88,6 +88,7 @@ def test_what_is_kept_on_the_device_changes_nothing(keep):
     assert same_bits(logits(model), expected)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_a_trained_model_gives_the_same_embeddings_and_shrinks(dtype):
     model = mini_lm(dtype)

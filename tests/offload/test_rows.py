@@ -86,6 +86,7 @@ def watched(model: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return reported
 
 
+@pytest.mark.drawn(36)
 @pytest.mark.parametrize("kind", ["packed", "raw", "convolution", "file"])
 @pytest.mark.parametrize("take", TAKES.values(), ids=TAKES)
 def test_rows_are_decoded_alone(take, kind, monkeypatch, tmp_path):

@@ -59,6 +59,7 @@ def test_random_graphs(name, passes, backend, sizes, seed):
     check(name, graph, passes, backend)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_generated_gradients_are_those_of_differences(name):
     graph = random_graph(1, 5, 5, 12, 3)

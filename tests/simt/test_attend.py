@@ -80,6 +80,7 @@ def both(query, spans, raw=(), seed=0, **options):
     return found, expected
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize(
     ("batch", "heads", "group", "n", "dim", "tokens"),
@@ -107,6 +108,7 @@ def test_attention_is_that_of_the_twin(batch, heads, group, n, dim, tokens):
     assert relative_error(found, expected) < 2e-6
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.pairwise(dtype=lambda dtype: ())
 @pytest.mark.parametrize(("group", "n"), [(4, 1), (5, 1), (8, 1), (2, 4), (11, 1), (4, 4)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
@@ -126,6 +128,7 @@ def test_short_dtypes_lose_their_last_rounding_alone(dtype, group, n):
     assert relative_error(found, expected) < (2e-3 if dtype == torch.bfloat16 else 6e-4)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.pairwise(coder=lambda coder: ())
 @pytest.mark.parametrize("tile_tokens", [16, 32, 128])
 @pytest.mark.parametrize("coder", ["huffman", "fixed"])

@@ -18,7 +18,7 @@ from bitslab.errors import ArgumentError
 from tests.engine.kernels.cases import TABLE_KINDS, Case, cache_of, make_case, table_of
 from tests.simt.module import guarded
 from tests.simt.runner import simt_kernels
-from tests.simt.variants import variants_run
+from tests.simt.variants import variants_drawn
 
 PLANS = {
     "positional": Variant("gather", 4, 1, False, False, 4),
@@ -35,7 +35,7 @@ NAMED = [
     Variant("gather", 1, 1, True, True),
     *(Variant("gather", width, 3, False, True) for width in (2, 4, 8)),
 ]
-GATHERERS = variants_run("gather", NAMED)
+GATHERERS = variants_drawn("gather", NAMED)
 
 
 def guarded_table(table: TableStorage) -> TableStorage:
@@ -139,6 +139,7 @@ def test_packed_rows_of_a_cache_lie_beside_a_raw_table(variant, clusters, row_by
     assert int(counts[0, :MAX_SLABS].sum()) == int(hits.sum())
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("kind", TABLE_KINDS)
 @pytest.mark.parametrize("grouped", [False, True], ids=["plain", "grouped"])
 @pytest.mark.parametrize("uniform", [False, True], ids=["positional", "uniform"])

@@ -62,6 +62,7 @@ def run_both(
     return data
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize(("form", "unit"), [("csr", 4), ("csr", 1), ("rle", 8), ("rle", 2)])
 @pytest.mark.parametrize("kind", ["some", "few", "zeros", "dense"])
 def test_units_are_kept_like_their_twins_keep_them(form, unit, kind):
@@ -124,6 +125,7 @@ def values_of(dtype: torch.dtype, n: int, bad: str) -> torch.Tensor:
     return t
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str
 )

@@ -19,7 +19,7 @@ from bitslab.errors import ArgumentError
 from tests.engine.kernels.cases import Case, make_case, pack, pack_on_cpu
 from tests.simt.module import guarded
 from tests.simt.runner import simt_kernels
-from tests.simt.variants import settings_of, variants_run
+from tests.simt.variants import settings_of, variants_drawn
 
 #: Those that other tests of this file decode with; with them goes an encoder of each plan.
 NAMED = [
@@ -29,8 +29,8 @@ NAMED = [
     Variant("decode", 4, 1, True, True, 4),
     Variant("decode", 2, 3, False, True, 8, byte_field=True),
 ]
-DECODERS = variants_run("decode", NAMED)
-ENCODERS = variants_run(
+DECODERS = variants_drawn("decode", NAMED)
+ENCODERS = variants_drawn(
     "encode", [Variant("encode", 4, 3, *plan) for plan in product((False, True), (False, True))]
 )
 

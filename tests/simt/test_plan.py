@@ -17,6 +17,7 @@ from tests.simt.module import guarded
 from tests.simt.runner import simt_kernels
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "row_bytes"), [(1, 8), (45, 24), (33, 18), (3, 264)], ids=str)
@@ -60,6 +61,7 @@ def test_positional_or_uniform_rules_alone_are_counted():
         assert left_out not in {name for _, name in runner.launched}
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64], ids=str)
 def test_both_backends_choose_one_plan(dtype, monkeypatch):
     torch.manual_seed(0)

@@ -63,6 +63,7 @@ def guarded_table(packed: RowStorage) -> TableStorage:
     return table_of(replace(packed, words=guarded(packed.words)))
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("fmt", [*FORMATS, LONG], ids=format_id)
 def test_tiles_have_the_bytes_of_the_twin(fmt):
     case = make_tiles(fmt, n_rows=9 if fmt.values > 4096 else 40, seed=1)
@@ -89,6 +90,7 @@ def test_tiles_have_the_bytes_of_the_twin(fmt):
     assert torch.equal(out, twin)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("fmt", [K, V], ids=format_id)
 def test_tiles_are_packed_in_parts(fmt, monkeypatch):
     case = make_tiles(fmt, n_rows=100, heads=3, rows_per_head=7)
@@ -101,6 +103,7 @@ def test_tiles_are_packed_in_parts(fmt, monkeypatch):
     assert torch.equal(words[: len(expected.words)], expected.words)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("granularity", Granularity, ids=lambda g: g.name)
 def test_slots_hold_all_that_is_written_of_raw_tiles(granularity, monkeypatch):
     """The smallest tile, whose symbols are all as long as can be, and most values exceptions."""

@@ -12,9 +12,9 @@ from tests.engine.kernels.cases import make_case
 from tests.engine.kernels.rewrite_cases import KINDS, N_ROWS, Packed, cases_of, check
 from tests.simt.module import guarded
 from tests.simt.runner import simt_kernels
-from tests.simt.variants import variants_run
+from tests.simt.variants import variants_drawn
 
-VARIANTS = variants_run(
+VARIANTS = variants_drawn(
     "rewrite",
     [
         Variant("rewrite", 4, 3, False, True, byte_field=True),

@@ -223,6 +223,7 @@ def numbers(n, high=10, dtype=np.int32):
     return np.random.default_rng(n).integers(0, high, n).astype(dtype)
 
 
+@pytest.mark.drawn(24)
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("width", [32, 8, 1])
 @pytest.mark.parametrize("by", [0, 3, 31, 33])

@@ -174,6 +174,7 @@ class Lookups:
         return came
 
 
+@pytest.mark.drawn(7)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("twins", [False, True], ids=["kernels", "twins"])
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
@@ -391,6 +392,7 @@ OFFSETS = {
 }
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize("case", OFFSETS)
 def test_offsets_are_looked_at_on_the_way(case, dtype):

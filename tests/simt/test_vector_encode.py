@@ -70,6 +70,7 @@ def guarded_scratch(monkeypatch):
     monkeypatch.setattr(torch, "empty", empty)
 
 
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", [0, 1])
 def test_kernels_write_the_bytes_of_the_twins(name, seed):

@@ -11,6 +11,7 @@ from tests.simt.module import guarded
 from tests.simt.runner import SimtRunner
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("unit", [1, 2, 4, 8])
 @pytest.mark.parametrize("side", ["start", "end"])
 def test_zeros_are_counted_from_any_address(unit, side):

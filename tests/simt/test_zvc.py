@@ -56,6 +56,7 @@ def assert_same_bytes(
     assert torch.equal(out, x) and runner.mailbox[0] == NO_ERROR
 
 
+@pytest.mark.drawn(4)
 @UNITS
 @pytest.mark.parametrize("seed", [0, 1])
 def test_kernels_write_and_read_the_bytes_of_the_twins(unit_bytes, seed):

@@ -1,8 +1,8 @@
 """Which variants of the kernels of packed rows are compiled and run here.
 
-Compiling one takes g++ about a second, and so it does NVRTC: here, and in
-tests/engine/cuda/test_nvrtc.py, go those that hold every pair of settings. tests/test_gpu.py runs
-all of them on a GPU.
+Compiling one takes g++ about a second, and so it does NVRTC: tests/engine/cuda/test_nvrtc.py
+compiles those that hold every pair of settings, and half of these, other ones with each seed, run
+here. tests/test_gpu.py runs all of them on a GPU.
 """
 
 from __future__ import annotations
@@ -37,5 +37,21 @@ def variants_run(file: str, first: Sequence[Variant] = ()) -> list[Variant]:
     if pairwise.FULL:
         return variants
     anyway = [variants.index(variant) for variant in first]
-    settings = [dict(zip("123456", settings_of(v), strict=True)) for v in variants]
-    return [variants[i] for i in pairwise.cover(settings, pairwise.seed, anyway)]
+    return [variants[i] for i in pairwise.cover(_cases_of(variants), pairwise.seed, anyway)]
+
+
+def variants_drawn(file: str, first: Sequence[Variant] = ()) -> list[Variant]:
+    """Return half of `variants_run`, chosen by the seed, with every setting and those of `first`.
+
+    All of them with ``BITSLAB_FULL=1``.
+    """
+    variants = variants_run(file, first)
+    if pairwise.FULL:
+        return variants
+    drawn = pairwise.draw(_cases_of(variants), -(-len(variants) // 2), pairwise.seed)
+    chosen = {*drawn, *(variants.index(variant) for variant in first)}
+    return [variants[i] for i in sorted(chosen)]
+
+
+def _cases_of(variants: Sequence[Variant]) -> list[pairwise.Case]:
+    return [dict(zip("123456", settings_of(variant), strict=True)) for variant in variants]

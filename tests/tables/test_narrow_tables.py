@@ -80,6 +80,7 @@ def test_what_compress_saves_a_table_saves_too(saving):
         assert same_bits(table.gather(ids), t[ids]) and same_bits(table[:], t)
 
 
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("layout", ["compact", "inplace"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_no_table_is_larger_than_its_rows(dtype, layout):

@@ -123,6 +123,7 @@ def test_fills_in_stages_are_fills_at_once(monkeypatch):
                 assert torch.equal(a, b)
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_every_dtype_comes_out_of_the_slabs_bit_for_bit(dtype):
     for shape in ((90, 7), (90,), (20, 3, 33), (9, 0)):
@@ -146,6 +147,7 @@ steps: st.SearchStrategy[Any] = st.one_of(
 )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", [*KINDS, "raw, packed cache"])
 @settings(max_examples=20)
 @given(

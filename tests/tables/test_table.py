@@ -37,6 +37,7 @@ def shape_id(shape) -> str:
 # Rows
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.pairwise(dtype=traits)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)

@@ -89,6 +89,7 @@ def sizes_of_batches(kind: str, n: int) -> Iterator[int]:
     return iter(generator.choice([0, 1, 5, 31, 32, 33, 64, 500], n).tolist())
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("sizes", ["one-row", "uneven"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("reused", [False, True], ids=["fresh", "one-buffer"])

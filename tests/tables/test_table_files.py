@@ -22,7 +22,7 @@ from tests.tables.kinds import KINDS, even_rows, make, weights
 LAYOUTS = ("compact", "inplace")
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("into", LAYOUTS)
 def test_a_table_comes_back_in_either_layout(kind, into, tmp_path):

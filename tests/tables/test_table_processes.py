@@ -77,6 +77,7 @@ def quiet_fork():
         yield
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("method", ["fork", spawned.METHOD])
 def test_workers_read_the_same_memory(method, kind):

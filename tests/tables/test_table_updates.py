@@ -46,6 +46,7 @@ steps: st.SearchStrategy[Any] = st.one_of(
 )
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=25)
 @given(
@@ -193,6 +194,7 @@ def test_no_room_for_rows_that_move_changes_nothing(monkeypatch):
     assert same_bits(table[1:4], fresh)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("cached", [False, True], ids=["table", "cache"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_readers_see_old_or_new_rows_and_never_a_mix(kind, cached):

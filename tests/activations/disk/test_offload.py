@@ -441,6 +441,7 @@ def test_a_folder_in_memory_is_reported() -> None:
 # What is left
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("policy", ["raw", "static"])
 @pytest.mark.parametrize("how", ["close", "dropped", "interrupted"])
 def test_nothing_is_left(how: str, policy: str, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def gradients(model: nn.Module, loss: torch.Tensor, **options: Any) -> list[torc
     return list(torch.autograd.grad(loss, list(model.parameters()), **options))
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("disk_bytes", [None, 1 << 20], ids=["all", "what-fits"])
 @pytest.mark.parametrize("drained", [True, False], ids=["from-disk", "as-it-comes"])
 def test_gradients_are_the_same(disk_bytes: int | None, drained: bool, tmp_path: Path) -> None:

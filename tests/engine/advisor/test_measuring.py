@@ -88,6 +88,7 @@ def test_everything_is_covered(measured) -> None:
     assert 0.4 < low < 0.65 < 0.85 < high < 1.1
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.int64], ids=str)
 def test_codecs_that_take_what_they_were_fitted_to_are_measured(dtype: torch.dtype) -> None:
     model = fit_time_model("cpu", [InvariantBlobCodec, ChainCodec], dtypes=[dtype], cache=False)
@@ -124,6 +125,7 @@ def test_measured_once_and_kept_for_the_next_process(folder, measured, monkeypat
     assert len(measured) > n
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("damage", [b"", b"{}", "lines", "key"])
 def test_a_damaged_file_is_measured_again(folder, measured, damage) -> None:
     first = fit_time_model("cpu", [MaskCodec], dtypes=[torch.float32])

@@ -150,6 +150,7 @@ def test_auto_is_within_2_percent_of_the_best_static_plan(seed: int) -> None:
     assert auto <= best + 1e-9
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("seed", range(100, 106))
 def test_auto_is_within_2_percent_of_the_best_of_all_plans(seed: int) -> None:
     sites, limits = drawn(seed, 9)  # more plans than are all tried

@@ -125,6 +125,7 @@ def small(case: Case) -> tuple[BlobCodec, torch.Tensor, Blob]:
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
+@pytest.mark.drawn(85)
 @every_case
 @pytest.mark.parametrize("dtype", DTYPES, ids=dtype_id)
 def test_tensors_of_every_shape_come_back(case: Case, dtype: torch.dtype) -> None:

@@ -236,6 +236,7 @@ def resembling(width: int, n: int, chunks: int, seed: int) -> np.ndarray:
 CASES = [(w, n, c) for w in WIDTHS for n, c in ((5, 3), (48, 32), (37, 65))]
 
 
+@pytest.mark.drawn(18)
 @pytest.mark.parametrize(("width", "n", "chunks"), CASES, ids=str)
 @pytest.mark.parametrize("seed", range(3))
 def test_published_options_give_the_published_sizes(

@@ -213,6 +213,7 @@ class Decoder:
         return bad < 0
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("kind", [g.name.lower() for g in Granularity])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_every_flipped_bit_is_found_or_harmless(dtype: torch.dtype, kind: str) -> None:

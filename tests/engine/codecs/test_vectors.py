@@ -241,6 +241,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("name", DAMAGED)
 def test_flipped_bytes_are_refused_or_give_wrong_values_alone(name):
     codec, t = DAMAGED[name]

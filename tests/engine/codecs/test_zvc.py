@@ -105,6 +105,7 @@ def there_and_back(vectors: bool) -> Any:
     return run
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("unit_bytes", ZVC_UNIT_BYTES)
 def test_words_are_alike_with_and_without_vectors(unit_bytes):
     """What serves processors without AVX-512, and what serves those with it."""

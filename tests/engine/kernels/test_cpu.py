@@ -210,6 +210,7 @@ def large_case(variant: Variant, clusters: int) -> Case:
     return replace(case, rows=case.rows.repeat(15, 1))
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.usefixtures("thread_count")
 @pytest.mark.parametrize("clusters", [1, 3], ids=["one-profile", "three-clusters"])
 @pytest.mark.parametrize("width", WIDTHS)

@@ -81,6 +81,7 @@ def test_items_are_what_whole_rows_decode_to(shared, kind, clusters):
     assert bad == -1 and torch.equal(found, items[ids])
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("shared", SHARED)
 @settings(max_examples=25)
 @given(st.integers(0, 2**32 - 1))

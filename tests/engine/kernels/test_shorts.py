@@ -17,6 +17,7 @@ from bitslab.engine.kernels.format import RowFormat
 from tests.helpers import packable, random_bits
 
 
+@pytest.mark.drawn(18)
 @pytest.mark.parametrize("columns", [16, 63, 64, 200])
 @pytest.mark.parametrize("code_bits", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8], ids=str)

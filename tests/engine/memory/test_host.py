@@ -453,6 +453,7 @@ def test_memory_is_taken_where_pages_cannot_be_asked_for(private, monkeypatch):
     assert buffer.tensor.fill_(1).sum() == 1 << 20
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("private", [True, False], ids=["private", "file"])
 @pytest.mark.parametrize("threads", [1, 3, 8])
 def test_pages_are_taken_by_several_threads(private, threads, monkeypatch):

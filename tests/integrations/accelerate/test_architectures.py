@@ -47,7 +47,7 @@ def generate(model: Any, mode: str, cache: Any = None) -> torch.Tensor:
     return tokens
 
 
-@pytest.mark.drawn(7)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(("name", "way"), WAYS, ids=lambda value: getattr(value, "__name__", None))
 def test_streamed_weights_give_the_plain_tokens_alone_and_with_a_packed_cache(name, way):
     model = copy.deepcopy(model_of(name))

@@ -34,6 +34,7 @@ OPTIONS = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_tokens_equal_those_of_each_batch_alone(model, options):
     options = {"max_new_tokens": 4, **options}

@@ -64,6 +64,7 @@ def by_dispatch_model(model: Any, folder: Any) -> None:
     dispatch_model(model, PLACES, main_device="cpu", offload_dir=str(folder))
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("way", WAYS, ids=named)
 @pytest.mark.parametrize(
     "place",
@@ -100,6 +101,7 @@ class Counter(ModelHook):  # type: ignore[misc]
         return args, kwargs
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("way", WAYS, ids=named)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize(
@@ -180,6 +182,7 @@ def saved_by_torch(model: Any) -> None:
     torch.save(model, io.BytesIO())
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("keep", [pickled, saved_by_torch, copy.deepcopy], ids=named)
 @pytest.mark.parametrize(
     "part",

@@ -34,6 +34,7 @@ def packed(x: torch.Tensor = X) -> CompressedColumn:
 # What it is
 
 
+@pytest.mark.drawn(20)
 @pytest.mark.parametrize(
     "dtype",
     [

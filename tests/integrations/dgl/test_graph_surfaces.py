@@ -224,6 +224,7 @@ WAYS: dict[str, Any] = {
 }
 
 
+@pytest.mark.drawn(33)
 @pytest.mark.parametrize("way", WAYS)
 def test_homogeneous(way):
     graph = packed_graph(homogeneous())

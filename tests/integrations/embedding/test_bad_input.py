@@ -64,6 +64,7 @@ BAD_IDS: dict[str, tuple[Any, type[BitslabError], str]] = {
 }
 
 
+@pytest.mark.drawn(21)
 @pytest.mark.parametrize("phase", ["train", "eval", "no-grad"])
 @pytest.mark.parametrize("kind", ["rows", "packed", "frozen"])
 @pytest.mark.parametrize("case", BAD_IDS)

@@ -44,6 +44,7 @@ COPIES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("how", COPIES)
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("make", [bags, singles])
@@ -170,6 +171,7 @@ class Model(torch.nn.Module):
 
 
 # torch.compile itself looks at the grad of what comes from a part that it did not trace.
+@pytest.mark.drawn(1)
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_models_give_the_same(backend):

@@ -70,6 +70,7 @@ READS: dict[str, Any] = {
 }
 
 
+@pytest.mark.drawn(32)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("read", READS.values(), ids=READS.keys())
 @pytest.mark.parametrize("write", [*WRITES.values(), *UNSEEN.values()], ids=[*WRITES, *UNSEEN])

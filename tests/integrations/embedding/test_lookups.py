@@ -163,6 +163,7 @@ def test_single_rows_of_every_dtype(dtype, options):
         assert_same(run(phase, ours, IDS), run(phase, plain, IDS), phase)
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("cache", ["rows", "packed"])
 @pytest.mark.parametrize("freeze", [True, False], ids=["frozen", "trainable"])
 @pytest.mark.parametrize("padding_idx", [None, 3], ids=["plain", "padding"])

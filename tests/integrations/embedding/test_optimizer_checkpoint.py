@@ -127,6 +127,7 @@ def assert_same_values(a: Any, b: Any) -> None:
         assert a == b
 
 
+@pytest.mark.drawn(6)
 @EACH
 @pytest.mark.parametrize("stepped", [True, False], ids=["new-has-stepped", "new-is-fresh"])
 def test_training_goes_on_as_if_it_had_never_stopped(name, stepped, tmp_path):
@@ -148,6 +149,7 @@ def test_training_goes_on_as_if_it_had_never_stopped(name, stepped, tmp_path):
     assert_same_training(again, other, model, optimizer)
 
 
+@pytest.mark.drawn(3)
 @EACH
 def test_files_go_to_plain_models_and_come_from_them(name, tmp_path):
     make, sparse = MADE[name]

@@ -148,6 +148,7 @@ def test_no_sequence_of_calls_tells_them_apart(make, optimizer, options, actions
     pair.compare_optimizers()
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("strategy", EvictionStrategy, ids=lambda s: s.name)
 def test_a_long_run_of_everything(strategy):
     generator = torch.Generator().manual_seed(8)

@@ -58,6 +58,7 @@ def of(name: str, sparse: bool) -> Optimizers:
     return (SPARSE if sparse else DENSE)[name]
 
 
+@pytest.mark.drawn(24)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("cache_ratio", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize(("name", "sparse"), CASES, ids=[f"{n}-{s}" for n, s in CASES])
@@ -470,6 +471,7 @@ def test_frozen_modules_refuse_gradients(make, cache):
     assert ours.stats()["written_back"] == 0
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("padding_idx", [None, 3], ids=["plain", "padding"])
 @pytest.mark.parametrize("sparse", [False, True])
 @pytest.mark.parametrize("name", ["sgd", "adagrad"])

@@ -74,6 +74,7 @@ def decoded(data):
 # What is compressed
 
 
+@pytest.mark.drawn(16)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str

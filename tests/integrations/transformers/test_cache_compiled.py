@@ -42,6 +42,7 @@ class Fresh(torch.nn.Module):
         return logits
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("made", ["given-empty", "given-filled", "made-inside"])
 @pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])

@@ -99,6 +99,7 @@ def run(name: str, cache: Any, beams: int = 1) -> Any:
     )
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beam"])
 @pytest.mark.parametrize("both", [False, True], ids=["decoder", "decoder-and-encoder"])
 @pytest.mark.parametrize("name", MODELS)
@@ -114,6 +115,7 @@ def test_logits_equal_those_without_a_cache_of_ours(name: str, both: bool, beams
     assert not both or across.stats()["packed_tokens"] > 0
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beam"])
 @pytest.mark.parametrize("name", MODELS)
 def test_one_cache_alone_keeps_self_attention_only_and_logits_are_the_same(

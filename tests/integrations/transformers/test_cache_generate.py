@@ -50,6 +50,7 @@ def assert_equal_caches(cache: Any, plain: Any) -> None:
         assert torch.equal(ours.values, theirs.values)
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.pairwise(name=cache_traits)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CONFIGS)
@@ -95,6 +96,7 @@ def test_hybrid_layers_are_transformers_own() -> None:
     assert kinds[0] == "LinearAttentionAndFullAttentionLayer"
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.pairwise(name=cache_traits)
 @pytest.mark.parametrize("mode", ["greedy", "sample", "beam"])
 @pytest.mark.parametrize("name", CONFIGS)

@@ -41,6 +41,7 @@ def cache_of(**options: Any) -> Any:
     return compressed(config_of("llama"), **options)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_more_memory_is_reserved_than_raw_tokens_take(kind: str, offload: bool) -> None:

@@ -476,6 +476,7 @@ LEARNT: dict[str, tuple[int, Any]] = {
 }
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize(("most_bytes", "change"), LEARNT.values(), ids=LEARNT)
 @pytest.mark.parametrize("ahead", [True, False], ids=["ahead", "next-update"])
 def test_codecs_are_the_same_whenever_they_are_learnt(

@@ -78,6 +78,7 @@ def filled(model: Any, prompt: torch.Tensor, mask: Any = None, **options: Any) -
     return cache, plain
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.pairwise(name=cache_traits)
 @pytest.mark.parametrize("attention", ["bitslab", "own"])
 @pytest.mark.parametrize("mode", MODES)
@@ -98,6 +99,7 @@ def test_without_error_tokens_and_bits_equal_the_plain_run(
     assert set(stats["lossless"].values()) == {"error 0"}
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.pairwise(name=cache_traits)
 @pytest.mark.parametrize("attention", ["bitslab", "own"])
 @pytest.mark.parametrize("mode", ["greedy", "sample", "beam"])
@@ -120,6 +122,7 @@ def test_tokens_are_those_of_the_k_and_v_that_are_kept(
     assert (stats["dense_passes"] > 0) == (attention == "own")
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("attention", ["bitslab", "own"])
 @pytest.mark.parametrize("mode", ["prompt-lookup", "assisted"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "gpt2"])
@@ -134,6 +137,7 @@ def test_tokens_that_are_guessed_and_removed_change_nothing(
     assert cache.stats()["packed_tokens"] == greedy.stats()["packed_tokens"] == 64
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @pytest.mark.parametrize("mode", ["greedy", "chunked-prefill", "beam", "prompt-lookup"])
 def test_what_is_packed_on_the_way_is_attended_to(
@@ -153,6 +157,7 @@ def test_what_is_packed_on_the_way_is_attended_to(
     assert packed.stats()["packed_tokens"] == dense.stats()["packed_tokens"] > 32
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("mode", ["greedy", "beam"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_left_padding(name: str, mode: str) -> None:

@@ -111,6 +111,7 @@ def changed(passes: Pass) -> None:
         passes.run(batch=2 * BATCH)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("n_layers", [1, 3])
 def test_outputs_are_those_of_the_cpu(

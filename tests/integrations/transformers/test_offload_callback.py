@@ -71,6 +71,7 @@ def callback(**options: Any) -> Any:
     return OffloadCallback(min_bytes=4096, **options)
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("options", [{"memory": 600_000}, {"slowdown": 0.5}, {"policy": "raw"}])
 def test_a_trainer_trains_alike(options: dict[str, Any], tmp_path: Path) -> None:
     plain, planned = made(), made()
@@ -86,6 +87,7 @@ def test_a_trainer_trains_alike(options: dict[str, Any], tmp_path: Path) -> None
     assert planned.config.use_cache == plain.config.use_cache
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("which", ["plan", "leave"])
 def test_gradient_checkpointing_is_planned_or_left_alone(
     which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

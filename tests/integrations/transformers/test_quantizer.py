@@ -47,6 +47,7 @@ def plain(folder: Path, kind: str = "llama", dtype: torch.dtype = torch.bfloat16
     return auto_class(kind).from_pretrained(folder, dtype=dtype)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_model_is_the_plain_one(kind: str, tmp_path: Path) -> None:
     write_model(kind, tmp_path / "saved")
@@ -63,6 +64,7 @@ def test_model_is_the_plain_one(kind: str, tmp_path: Path) -> None:
     assert set(report.places.values()) == {"host"}
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_saved_files_are_those_of_the_plain_model(kind: str, tmp_path: Path) -> None:
     write_model(kind, tmp_path / "saved")

@@ -91,6 +91,7 @@ def layers_of(cache: Any) -> list[Any]:
 # Everything chosen
 
 
+@pytest.mark.drawn(9)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [(name, "greedy") for name in (*PROJECTED, *FUSED)]
@@ -113,6 +114,7 @@ def test_everything_gathered_with_left_padding(name: str) -> None:
     assert torch.equal(found, expected)
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("mode", ["greedy", "beam"])
 @pytest.mark.parametrize("kind", ["heavy", "infinigen"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt", "gemma2"])
@@ -166,6 +168,7 @@ class RecordingSelector(HeavyHitterSelector):
         return Recording(self.heavy)
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("name", ["llama", "opt", "gemma2", "gpt-neox", "gpt-oss"])
 @pytest.mark.parametrize("queries", [1, 5])
@@ -243,6 +246,7 @@ def masked(chosen: Selection) -> Any:
     return hook
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("kind", ["heavy", "infinigen"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt", "gemma3"])
 def test_only_chosen_tokens_are_moved(name: str, kind: str) -> None:

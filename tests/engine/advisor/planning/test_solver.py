@@ -46,7 +46,7 @@ def all_choices(timeline: Timeline) -> Iterator[Choices]:
                 yield choices
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("seed", [0, 1, 4, 7])
 def test_within_a_percent_of_the_best_of_all_plans(seed: int) -> None:
     timeline = Timeline(drawn_profile(seed, 4, modules=seed % 3 != 1, disk=seed % 2 == 0))
@@ -77,7 +77,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("plan_milp")
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("seed", "n_sites", "share"),
     [(2, 12, 0.3), (4, 12, 0.1), (0, 24, 0.3), (1, 24, 0.1), (1, 40, 0.3), (3, 40, 0.3)],

@@ -1,35 +1,46 @@
-"""A trained model predicts from packed K and V: SmolLM2, from its package, with no network."""
+"""A trained model predicts from packed K and V: SmolLM2, from its package, with no network.
+
+It is loaded once for all tests, which takes longer than what they do with it.
+"""
 
 from __future__ import annotations
 
 import functools
-import sys
+import importlib
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from textgen import smollm
 from transformers import DynamicCache
 
 from bitslab.integrations.transformers import KVCompCache
 
-ROOT = Path(__file__).resolve().parents[3]
+SHORT = "--tokens 384 --prompt-tokens 256 --no-peers --device cpu".split()
 PROMPT, TOKENS, BLOCK = 256, 448, 64
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = pytest.mark.usefixtures("one_thread", "no_network")
+
+loaded_model = functools.cache(smollm.load_model)
 
 
 @functools.cache
+def loaded_tokenizer() -> Any:
+    return smollm.load_tokenizer()
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+
+
 def model_and_text() -> tuple[Any, torch.Tensor]:
-    """Return the model, loaded once, and text."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        smollm = __import__("textgen.smollm", fromlist=["load_model"])
-    finally:
-        sys.path.remove(str(ROOT / "examples"))
-    model = smollm.load_model()
+    """Return the model and text."""
+    model = loaded_model(torch.float32, torch.device("cpu"))
     model.set_attn_implementation("bitslab")
-    return model, smollm.text_ids(smollm.load_tokenizer(), TOKENS)
+    return model, smollm.text_ids(loaded_tokenizer(), TOKENS)
 
 
 @torch.no_grad()
@@ -40,6 +51,31 @@ def predictions(cache: Any, *, prompt: int = PROMPT, end: int = TOKENS) -> torch
     for begin in range(prompt, end, BLOCK):
         found.append(model(ids[:, begin : begin + BLOCK], past_key_values=cache).logits[0])
     return torch.cat(found)[:-1].log_softmax(-1)
+
+
+def test_a_text_is_predicted_from_packed_tokens(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = importlib.import_module("long_context")
+    monkeypatch.setattr(script, "load_model", loaded_model)
+    monkeypatch.setattr(script, "load_tokenizer", loaded_tokenizer)
+    json_file, picture = tmp_path / "scores.json", tmp_path / "error.svg"
+    options = ["--error", "0.1", "--json", str(json_file), "--plot", str(picture)]
+    assert script.main([*SHORT, *options]) == 0
+    report = json.loads(json_file.read_text())
+    plain, ours = report["runs"]
+    assert plain["cache"] == "plain" and plain["KL to plain"] == 0 and plain["bits"] == 16
+    assert ours["cache"] == "KVCompCache, error 0.1"
+    assert ours["tokens"] == plain["tokens"] == 384 - 256
+    assert ours["ratio"] > 6 and ours["bits"] == pytest.approx(16 / ours["ratio"])
+    assert 0 < ours["KL to plain"] < 0.04 and ours["same top token %"] > 90
+    assert ours["perplexity"] == pytest.approx(plain["perplexity"], rel=0.05)
+    printed = capsys.readouterr()
+    assert "128 tokens behind a prompt of 256" in printed.out
+    for row in (plain, ours):
+        assert f"{row['KL to plain']:.4f}" in printed.out
+    assert "KVCompCache, error 0.1" in picture.read_text()
+    assert not printed.err  # no bar of the model's loading
 
 
 def test_predictions_are_near_the_plain_models() -> None:
