@@ -25,7 +25,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any
 
 #: What most commands import, kernels for the CPU among it.
 IMPORTS = ("torch", "bitslab", "tests.loaded_kernels")
@@ -110,12 +110,12 @@ class _Parent:
 
     Parameters
     ----------
-    requests, answers : TextIO
+    requests, answers : IO[str]
         Where it reads and writes a line each time.
     """
 
-    requests: TextIO
-    answers: TextIO
+    requests: IO[str]
+    answers: IO[str]
 
     def ask(self, request: Any) -> str:
         """Send a request and return the answer, "" if the process has ended."""
