@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,14 @@ from .parts import TableParts
 Array = np.ndarray[Any, Any]
 
 
+@dataclass(frozen=True)
+class MappedFile:
+    """A file that is memory-mapped: where it is, and the checksum of what it held when opened."""
+
+    path: str
+    checksum: str
+
+
 class Ownership:
     """Owner of a table's memory: whether this process may write to it, and one writer at a time.
 
@@ -27,25 +36,22 @@ class Ownership:
     ----------
     read_only : bool
         Whether other processes use the same memory.
+    file : MappedFile, optional
+        The file that the memory maps; such a table is never written to.
 
     Attributes
     ----------
-    path, checksum : str or None, str
-        Path and checksum of the file that is mapped.
+    file : MappedFile or None
+        As given.
     read_only : bool
         As given; True once the table is shared with another process.
     """
 
-    def __init__(self, *, read_only: bool) -> None:
-        self.path: str | None = None
-        self.checksum = ""
+    def __init__(self, *, read_only: bool, file: MappedFile | None = None) -> None:
+        self.file = file
         self.read_only = read_only
         self._pid = os.getpid()
         self.after_fork()
-
-    def mapped(self, path: str | None, checksum: str) -> None:
-        """Record that the memory is a mapped file, which is read-only."""
-        self.path, self.checksum = path, checksum
 
     def after_fork(self) -> None:
         """Reset the lock in a forked child, where no writer is active."""
@@ -71,7 +77,7 @@ class Ownership:
 
     def allows_changes(self, parts: TableParts) -> bool:
         """Return whether `check` raises nothing."""
-        if self.read_only or self.path is not None or self._pid != os.getpid():
+        if self.read_only or self.file is not None or self._pid != os.getpid():
             return False
         # No generator: lookups on a GPU ask each time.
         for buffer in parts.buffers.values():  # noqa: SIM110
@@ -81,9 +87,9 @@ class Ownership:
 
     def check(self, what: str, parts: TableParts) -> None:
         """Raise BitslabError when `what` must not change the table."""
-        if self.path is not None:
+        if self.file is not None:
             raise BitslabError(
-                f"{what}: this table is memory-mapped from {self.path}; open it with "
+                f"{what}: this table is memory-mapped from {self.file.path}; open it with "
                 "layout='inplace', or make one with from_tensor"
             )
         if self._pid != os.getpid():

@@ -28,7 +28,7 @@ from ..errors import BitslabError
 from .arguments import Index, checked_target, row_ids
 from .build import SAMPLE_BYTES
 from .cache import Cache
-from .changes import Ownership, checked_update, merged
+from .changes import MappedFile, Ownership, checked_update, merged
 from .counters import Counters
 from .gathering import Gathers
 from .gpu_writes import GpuWrites
@@ -51,16 +51,22 @@ class HostTable:
         Whether the rows, those in the overflow area included, are page-locked for GPUs.
     read_only : bool
         Whether updates are refused.
+    file : MappedFile, optional
+        The file that the packed rows are read from as they are used; updates are refused.
     """
 
-    def __init__(self, parts: TableParts, *, pin: bool, read_only: bool = False) -> None:
-        self._begin(HostRows(parts, pin=pin), pin=pin, read_only=read_only)
-
-    def _begin(self, rows: HostRows, *, pin: bool, read_only: bool) -> None:
-        self._rows = rows
+    def __init__(
+        self,
+        parts: TableParts,
+        *,
+        pin: bool,
+        read_only: bool = False,
+        file: MappedFile | None = None,
+    ) -> None:
+        self._rows = rows = HostRows(parts, pin=pin)
         self._pin = pin
         self._closed = False
-        self._ownership = Ownership(read_only=read_only)
+        self._ownership = Ownership(read_only=read_only, file=file)
         self._caches: weakref.WeakSet[Cache] = weakref.WeakSet()
         self._lock = ReadersAndWriter()
         self._gathers = Gathers(rows, self._lock, pin=pin)
@@ -518,7 +524,8 @@ class HostTable:
     @property
     def token(self) -> str:
         """Identity of the table's memory, the same in every process that maps it."""
-        return self._ownership.checksum or self._parts.buffers["words"].token
+        file = self._ownership.file
+        return self._parts.buffers["words"].token if file is None else file.checksum
 
     def freeze(self) -> str:
         """Make the table read-only, and return its `token`."""

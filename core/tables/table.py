@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import os
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
-from ..compressed import CompressedTensor, load
+from ..compressed import CompressedTensor
 from ..dtypes import dtype_name
 from ..engine.codecs import RowCodec
 from ..engine.files.new_file import PathLike
 from ..engine.kernels.typed_products import PackedRows
 from ..engine.progress import Progress, ProgressFunction
-from ..errors import ArgumentError, BitslabError
-from . import files, making
+from ..errors import BitslabError
+from . import making
 from .build import Rows, build_parts, check_layout
 from .cache import Cache
 from .changes import fitted_again
+from .files import parts_of_file
 from .host_table import HostTable
 from .parts import Layout, TableParts
-from .rows import HostRows
-from .sharing import checksum_of_file, handle_of, parts_of_handle
+from .sharing import handle_of, parts_of_handle
 
 
 class CompressedTable(HostTable):
@@ -171,17 +170,8 @@ class CompressedTable(HostTable):
             When the file cannot be read.
         """
         check_layout(layout)
-        found = load(path)
-        if not isinstance(found, CompressedTensor):
-            raise ArgumentError(
-                f"{os.fspath(path)}: codec {found.codec.name!r} packs whole tensors, a table needs "
-                "a codec of rows"
-            )
-        parts, mapped = files.parts_of_file(path, found, layout, pin=pin)
-        table = cls(parts, pin=pin and not mapped)
-        if mapped:
-            table._ownership.mapped(os.path.abspath(path), checksum_of_file(path))
-        return table
+        parts, file = parts_of_file(path, layout, pin=pin)
+        return cls(parts, pin=pin and file is None, file=file)
 
     def save(self, path: PathLike) -> None:
         """Write the table to a file that `from_file` and `bitslab.load` read.
@@ -293,7 +283,7 @@ class CompressedTable(HostTable):
         now on.
         """
         with self._reading():
-            if self._ownership.path is not None:
+            if self._ownership.file is not None:
                 raise BitslabError(
                     "handle: this table is memory-mapped; open the file in each process"
                 )
@@ -316,8 +306,8 @@ class CompressedTable(HostTable):
     def __getstate__(self) -> dict[str, Any]:
         """Describe the table for another process; plain pickle copies its memory."""
         with self._reading():
-            if self._ownership.path is not None:
-                return {"path": self._ownership.path, "checksum": self._ownership.checksum}
+            if (file := self._ownership.file) is not None:
+                return {"path": file.path, "checksum": file.checksum}
             if self._rows.overflow is not None:
                 raise BitslabError("pickle: rows have moved; call compact() first")
             self._rows.settle()
@@ -326,17 +316,15 @@ class CompressedTable(HostTable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "path" in state:
-            opened = CompressedTable.from_file(state["path"], pin=False)
-            mapped = opened._ownership
-            if mapped.checksum != state["checksum"]:
+            parts, file = parts_of_file(state["path"], "compact", pin=False)
+            if file is None or file.checksum != state["checksum"]:
                 raise BitslabError(f"{state['path']}: holds another table than when it was opened")
-            self._begin(opened._rows, pin=False, read_only=False)
-            self._ownership.mapped(mapped.path, mapped.checksum)
+            super().__init__(parts, pin=False, file=file)
             return
         buffers = state["buffers"]
         read_only = any(buffer.shared for buffer in buffers.values())
         parts = TableParts.from_description(state, buffers)
-        self._begin(HostRows(parts, pin=state["pin"]), pin=state["pin"], read_only=read_only)
+        super().__init__(parts, pin=state["pin"], read_only=read_only)
 
     def __copy__(self) -> CompressedTable:
         """Copy the memory too: two tables over one memory would not see each other's updates."""

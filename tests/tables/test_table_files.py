@@ -116,7 +116,7 @@ def test_rows_of_a_codec_that_no_kernel_gathers_are_refused(tmp_path, monkeypatc
     ct = bitslab.compress(weights())
     other = bitslab.CompressedTensor(ct.codec, ct.packed, ct.shape)
     other.codec = _NoKernel(ct.codec)  # type: ignore[assignment]
-    monkeypatch.setattr("bitslab.tables.table.load", lambda path: other)
+    monkeypatch.setattr("bitslab.tables.files.load", lambda path: other)
     with pytest.raises(ArgumentError, match="codec 'unknown-codec' of .* accept 'auto', 'ibp'"):
         CompressedTable.from_file(tmp_path / "t")
 

@@ -80,7 +80,7 @@ def test_any_sequence_of_changes_leaves_what_it_leaves_in_a_tensor(
             table = CompressedTable.from_file(
                 folder / "t", ("compact", "inplace")[number % 2], False
             )
-            if table._ownership.path is not None:  # mapped
+            if table._ownership.file is not None:  # mapped
                 table = make(table[:], kind, **options)
             cache = SlabCache(table, 600, ["cpu"])
         elif table._rows.overflow is None:
