@@ -33,7 +33,7 @@ from bitslab.engine.codecs.invariant.codec import InvariantCodec
 
 Rows = list[dict[str, Any]]
 
-PUBLISHED = {"code_bits": 1, "grouped": False, "uniform": False}
+PUBLISHED: dict[str, Any] = {"code_bits": 1, "grouped": False, "uniform": False}
 SHARES = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 CHUNK_BYTES = (1, 2, 4, 8)
 THRESHOLDS = (0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 1.0)
