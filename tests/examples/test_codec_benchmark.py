@@ -57,3 +57,13 @@ def test_shares_and_clusters_are_measured_by_their_bytes(published: Any) -> None
     clusters = published.cluster_row("drawn", rows)
     assert clusters["1 allowed"] == pytest.approx(100 * (1 - whole.nbytes / whole.raw_nbytes))
     assert 1 <= clusters["used of 256"] <= 256
+
+
+def test_a_cache_holds_more_packed_rows(published: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(published, "GRAPH_ROWS", 1000)
+    rows = torch.zeros(50, 256)
+    rows[:, 0] = torch.arange(50)  # a packed row has few bytes beside its codes
+    held = published.cache_row("Citeseer", rows)
+    assert held["raw rows"] == 10
+    assert held["best plan, rows"] >= held["published, rows"] >= 10 * held["raw rows"]
+    assert held["published, times"] == held["published, rows"] / 10
