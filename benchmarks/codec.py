@@ -18,7 +18,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--only", choices=("ratio", "cpu", "gpu"), help="run one part")
+    parser.add_argument("--only", choices=("ratio", "published", "cpu", "gpu"), help="one part")
     parser.add_argument("--repetitions", type=int, default=7, help="timed runs of each row")
     parser.add_argument("--gpu-bytes", type=int, default=1 << 30, help="raw bytes of a GPU input")
     add_output(parser)
@@ -28,6 +28,10 @@ def main() -> int:
         import codec_ratio
 
         tables |= codec_ratio.run(arguments)
+    if arguments.only in (None, "published"):
+        import codec_published
+
+        tables |= codec_published.run(arguments)
     if arguments.only in (None, "cpu"):
         import codec_cpu
 

@@ -6,6 +6,7 @@ python benchmarks/llm.py --only weights  # accelerate's cpu_offload, raw and pac
 python benchmarks/llm.py --only cache    # DynamicCache, offloaded, compressed
 python benchmarks/llm.py --only loading  # packing a model, and from_pretrained, beside plain loads
 python benchmarks/llm.py --only prompt   # prompts: first and second request of a process
+python benchmarks/llm.py --only published  # FlexGen's schedule and InfiniGen's kind, ours
 
 weights and cache generate with a model of random weights in the shape of the IBP paper's workload
 (section 6.4: prompts of 1,920 tokens, a batch of 20, 128 new tokens), scaled by the options, with
@@ -38,7 +39,7 @@ from llm_prompt import CASES, MODES  # noqa: E402
 from textgen.models import RANDOM, SIZES  # noqa: E402
 from timing import add_output, print_tables  # noqa: E402
 
-PARTS = ("ratio", "cpu", "weights", "cache", "prompt", "loading")
+PARTS = ("ratio", "cpu", "weights", "cache", "prompt", "loading", "published")
 #: Of the paper, and what a CPU does of it: prompts, and a factor for their tokens and the new ones.
 PROMPTS, CPU_PROMPTS, CPU_SCALE = 20, 4, 0.1
 
@@ -159,6 +160,10 @@ def run(part: str, arguments: argparse.Namespace, steps: Steps) -> dict[str, lis
         import llm_prompt
 
         return llm_prompt.run(arguments, steps)
+    if part == "published":
+        import llm_published
+
+        return llm_published.run(arguments, steps)
     import llm_cache
 
     return llm_cache.run(arguments, steps)

@@ -33,7 +33,7 @@ WAYS = {
 def run(arguments: argparse.Namespace, steps: Steps) -> dict[str, Rows]:
     """Measure generation, and single forward passes of one token."""
     with workload(arguments, steps) as work:
-        rate = _link_rate(work.device)
+        rate = link_rate(work.device)
         generated: Rows = []
         passes: Rows = []
         plain: Run | None = None
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, steps: Steps) -> dict[str, Rows]:
                 passes.append(show(_pass(work, name, weights, model, rate)))
 
             if weights == "raw":
-                one_pass(_streamed_raw(work))
+                one_pass(streamed_raw(work))
                 work.free()
                 continue
             found = work.measure(weights, "dynamic", then=one_pass)
@@ -55,7 +55,8 @@ def run(arguments: argparse.Namespace, steps: Steps) -> dict[str, Rows]:
         return {f"Weights: {work.title}": generated, "Weights: one forward pass": passes}
 
 
-def _streamed_raw(work: Workload) -> Any:
+def streamed_raw(work: Workload) -> Any:
+    """Load the model with weights that stream as they are."""
     model = transformers.AutoModelForCausalLM.from_pretrained(work.folder, dtype=work.dtype)
     offload_weights(model, execution_device=work.device, codec="raw", progress=False)
     return model
@@ -94,7 +95,7 @@ def _moved_bytes(model: Any, weights: str) -> int:
     return sum(stream.plan(unit).crossing_nbytes for unit in stream.units)
 
 
-def _link_rate(device: torch.device, nbytes: int = 1 << 28) -> float:
+def link_rate(device: torch.device, nbytes: int = 1 << 28) -> float:
     """Return bytes/s from page-locked memory to the device by the copy engine; 0 on a CPU."""
     if device.type != "cuda":
         return 0.0

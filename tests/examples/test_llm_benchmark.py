@@ -66,6 +66,29 @@ def test_benchmark_measures_all_ways(
     assert "left out: transformers' offloaded: it needs a GPU" in printed.err
 
 
+def test_flexgen_and_infinigen_of_the_paper_are_measured(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["llm.py", "--only", "published", "--json", "--model", "opt", *SMALL.split()]
+    monkeypatch.setattr(sys, "argv", command)
+    assert benchmark.main() == 0
+    printed = capsys.readouterr()
+    flexgen, infinigen = json.loads(printed.out).values()
+    raw, packed = flexgen
+    assert 1.2 * packed["moved MB a pass"] < raw["moved MB a pass"]
+    assert packed["times as fast as raw"] == pytest.approx(raw["latency s"] / packed["latency s"])
+    assert [row["way"] for row in infinigen] == [
+        "DynamicCache",
+        "all tokens, packed",
+        "chosen tokens, packed",
+    ]
+    plain, every, chosen = infinigen
+    assert plain["equal tokens %"] == every["equal tokens %"] == every["of the tokens"] * 100 == 100
+    assert chosen["of the tokens"] < 0.5
+    assert chosen["up MB/token"] < every["up MB/token"]
+    assert "left out: transformers' offloaded: it needs a GPU" in printed.err
+
+
 def test_loading_stands_beside_a_plain_load(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
