@@ -49,6 +49,10 @@ WAYS: dict[str, Make] = {
         config, device=device, offload=False
     ),
     KVCOMP_HOST: lambda config, device: KVCompCache(config, device=device),
+    "KVCompCache, half on the host": lambda config, device: KVCompCache(
+        config, device=device, offload=0.5
+    ),
+    "KVCompCache, auto": lambda config, device: KVCompCache(config, device=device, offload="auto"),
     KVCOMP_DEVICE: lambda config, device: KVCompCache(config, device=device, offload=False),
     "QuantizedCache, quanto, 4 bits": lambda config, device: QuantizedCache(
         "quanto", config, nbits=4

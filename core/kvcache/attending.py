@@ -68,7 +68,8 @@ class PackedAttention:
     ) -> torch.Tensor:
         """Return attention to all tokens, on the current stream.
 
-        On a GPU the words are those that `HistoryReader.prefetch` has staged, or are staged now.
+        On a GPU words of the host are those that `HistoryReader.prefetch_words` has brought, or
+        they are brought now.
 
         Parameters
         ----------
@@ -87,7 +88,7 @@ class PackedAttention:
             ``[B, q, query heads, D]`` of the query's dtype.
         """
         reader, histories = self._reader, self._histories
-        if not reader.stages:
+        if not histories[0].words.crosses:
             return self._attend(self._planned().here(), query, scaling, softcap, sinks, first_valid)
         words = reader.stage(histories)
         try:

@@ -12,7 +12,7 @@ import torch
 from ..dtypes import dense
 from ..engine.kernels import kernels_for
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
-from .index import beam_index, repeat_count, sequence_index
+from .index import beam_index, indexed, repeat_count, sequence_index
 from .model_codecs import FirstCodec
 from .packed_tokens import Commit, PackedTokens, Revision
 from .packing import Plans
@@ -456,7 +456,7 @@ class PackedHistory:
             For an index that names no sequences; nothing has changed then.
         """
         found = beam_index(index, self.batch, self.device, "index")
-        self.prepare_take(lambda t, dim: _indexed(t, dim, found))()
+        self.prepare_take(lambda t, dim: indexed(t, dim, found))()
 
     def repeat(self, repeats: int) -> None:
         """Put each sequence `repeats` times in a row; no packed byte is moved."""
@@ -484,7 +484,7 @@ class PackedHistory:
         once and waits for the device.
         """
         found = sequence_index(index, self.batch, "index").to(self.device)
-        self.prepare_take(lambda t, dim: _indexed(t, dim, found))()
+        self.prepare_take(lambda t, dim: indexed(t, dim, found))()
         self.pack_anew()
 
     def prepare_take(self, take: Take) -> Commit:
@@ -498,6 +498,13 @@ class PackedHistory:
         head = take(self.head, 0) if self.head.shape[2] else self.head
         tail = take(self.tail, 0)
         return partial(self._commit, self.packed.prepare_take(take), head, tail)
+
+    def prepare_move(self, words: Words) -> Commit:
+        """Return a commit that keeps the packed words in another, empty store of the same reader.
+
+        See `PackedTokens.prepare_move`.
+        """
+        return self.packed.prepare_move(words)
 
     def pack_anew(self) -> None:
         """Pack the remaining sequences again if they are less than half of the packed ones.
@@ -587,11 +594,3 @@ def check_options(window: int, block_tokens: int, reserve_tokens: int = 0, sinks
         raise ArgumentError(
             f"block_tokens: {block_tokens}, accepted are powers of two from 1 to 4096"
         )
-
-
-def _indexed(t: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
-    """Index dimension 0 or 1 of a tensor."""
-    if t.is_floating_point() and t.itemsize == 1:
-        # As bytes: torch 2.8 cannot index 8-bit floats on the CPU.
-        return _indexed(t.view(torch.uint8), dim, index).view(t.dtype)
-    return t[index] if dim == 0 else t[:, index]

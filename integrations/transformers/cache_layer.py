@@ -164,6 +164,17 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             if self._ahead is None:
                 self._reader.prefetch(self.histories)
 
+    def prefetch_words(self, *, early: bool = False) -> None:
+        """Start to copy the packed words that `update` reads soon; waits for nothing.
+
+        Parameters
+        ----------
+        early : bool
+            Whether other layers are read before; see `HistoryReader.prefetch_words`.
+        """
+        if self._reader is not None and self.scores is None:
+            self._reader.prefetch_words(self.histories, decoded=True, early=early)
+
     @property
     def batch(self) -> int:
         """Sequences; 0 before there are any."""
