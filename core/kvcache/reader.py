@@ -41,7 +41,7 @@ class HistoryReader:
     device : torch.device
         Where K and V are used.
     offload : bool
-        Whether packed words lie in host memory, where `new_words` is not told; else on the device.
+        Whether `new_words` places packed words in host memory by default; else on the device.
     sm_budget : int or None
         Multiprocessors that decoding may use; all when None.
     histories : int

@@ -128,7 +128,7 @@ def test_longer_histories_leave_fewer_layers_in_host_memory() -> None:
 
 
 @pytest.mark.parametrize("free_layers", [0, 5, 12])
-def test_layers_stay_in_host_memory_where_the_device_lacks_room(free_layers: int) -> None:
+def test_layers_remain_in_host_memory_where_the_device_lacks_room(free_layers: int) -> None:
     machine = Machine(compute_s=0.004, layer_s=1e-3)
     machine.free_bytes = free_layers * machine.layer_bytes
     assert machine.run(300) == 32 - free_layers
