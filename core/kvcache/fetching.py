@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -10,7 +11,6 @@ import torch
 from ..engine.kernels import kernels_for
 from ..engine.kernels.format import PAD_WORDS, ceil_div
 from ..engine.transfer.lanes import record_on
-from ..engine.transfer.staging import StagingBuffer, copy_pieces
 from .history import PackedHistory
 from .link import Streams
 from .packed_tokens import Revision
@@ -35,34 +35,20 @@ class WordBuffer:
 
     Attributes
     ----------
-    crossed : Crossing or None
+    content : Crossing or None
         What it holds, or is being filled with.
+    memory : torch.Tensor
+        int32 ``[n]``; another tensor where more was needed.
     """
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._streams = streams
-        self._buffer: StagingBuffer[Revision] = StagingBuffer(
-            torch.empty(0, dtype=torch.int32, device=device)
-        )
+        self.memory = torch.empty(0, dtype=torch.int32, device=device)
         self._copied: list[torch.cuda.Event | None] = []  # of each history
-        self.crossed: Crossing | None = None
+        self.content: Crossing | None = None
         self._crossings: WeakKeyDictionary[Revision, Crossing] = WeakKeyDictionary()
         self._readers: set[int] = set()  # streams that the allocator knows to read the memory
-        self._read: torch.cuda.Event | None = None  # behind what read the words last
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """int32 ``[n]``; another tensor where more was needed."""
-        return self._buffer.data
-
-    def holds(self, histories: Sequence[PackedHistory]) -> bool:
-        """Return whether it has the words of these histories, unchanged since."""
-        return self.crossed is not None and self.crossed.serves(histories)
-
-    @property
-    def free(self) -> bool:
-        """Whether nobody is to read what it holds: it was released, or histories have changed."""
-        return self.crossed is None or self.crossed.stale
+        self._released: torch.cuda.Event | None = None  # behind what read the words last
 
     def fetch(self, histories: Sequence[PackedHistory], *, each: bool) -> Crossing:
         """Start to copy the words of histories in host memory. Waits for nothing.
@@ -75,38 +61,43 @@ class WordBuffer:
             Whether those of each are waited for by themselves, so that K is decoded while V
             crosses.
         """
-        self.crossed = None
+        self.content = None
         crossing = self._crossings.get(histories[0].revision)
-        if crossing is None or not crossing.serves(histories):
+        if crossing is None or not _same(crossing.revisions, histories):
             crossing = Crossing(histories, self._parts(histories))
             self._crossings[histories[0].revision] = crossing
         copies, copied = self._streams.copies, self._copied
         while len(copied) < len(histories):
             copied.append(None)
+        stream = copies.stream
         with copies.on():
-            copies.wait(self._buffer.released)
+            if self._released is not None:
+                self._released.wait(stream)
             for i, pieces in enumerate(crossing.copies):
-                copy_pieces(pieces)
+                for target, source in pieces:
+                    target.copy_(source, non_blocking=True)
                 if each:
-                    copied[i] = copies.record(copied[i])
+                    copied[i] = record_on(stream, copied[i])
             if not each:
-                copied[0] = copies.record(copied[0])
+                copied[0] = record_on(stream, copied[0])
         crossing.copied = copied[: len(histories) if each else 1]
-        self._buffer.ready = crossing.copied[-1]
-        self.crossed = crossing
+        self.content = crossing
         return crossing
 
     def use(self, current: torch.cuda.Stream) -> None:
         """Make a stream wait for the words, which it reads."""
-        self._buffer.use(current)
+        assert self.content is not None
+        for copied in self.content.copied:
+            if copied is not None:
+                copied.wait(current)
         if current.cuda_stream not in self._readers:
             self.memory.record_stream(current)
             self._readers.add(current.cuda_stream)
 
     def release(self, current: torch.cuda.Stream) -> None:
         """Allow the words to be overwritten once a stream has reached this point."""
-        self._buffer.released = self._read = record_on(current, self._read)
-        self.crossed = None
+        self._released = record_on(current, self._released)
+        self.content = None
 
     def _parts(self, histories: Sequence[PackedHistory]) -> list[torch.Tensor]:
         """Return room for the words of each history and PAD_WORDS behind them."""
@@ -124,7 +115,7 @@ class WordBuffer:
             self._crossings.clear()
             self._readers.clear()
             with self._streams.copies.on():
-                self._buffer.memory = grown(self.memory, n_words, 0)
+                self.memory = grown(self.memory, n_words, 0)
             self._streams.decodes.keep(self.memory)
 
 
@@ -140,12 +131,14 @@ class Crossing:
 
     Attributes
     ----------
+    revisions : list of references to Revision
+        Of the histories.
     copied : sequence of torch.cuda.Event
         Passed when the words of each have crossed; or a single one.
     """
 
     def __init__(self, histories: Sequence[PackedHistory], words: list[torch.Tensor]) -> None:
-        self._revisions = _revisions(histories)
+        self.revisions = _revisions(histories)
         self.words = words
         self.copies: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
         for history, there in zip(histories, words, strict=True):
@@ -154,15 +147,6 @@ class Crossing:
         self.copied: Sequence[torch.cuda.Event | None] = ()
         #: Bytes that cross the link.
         self.nbytes = sum(source.nbytes for each in self.copies for _, source in each)
-
-    @property
-    def stale(self) -> bool:
-        """Whether its histories have changed, or are gone."""
-        return _stale(self._revisions)
-
-    def serves(self, histories: Sequence[PackedHistory]) -> bool:
-        """Return whether it is of these histories, unchanged since."""
-        return _same(self._revisions, histories)
 
 
 class TokenBuffer:
@@ -177,34 +161,25 @@ class TokenBuffer:
 
     Attributes
     ----------
-    decoded : Decoding or None
+    content : Decoding or None
         What it holds, or is being filled with.
     """
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._streams = streams
-        self._buffer: StagingBuffer[Revision] = StagingBuffer(
-            torch.empty(0, dtype=torch.uint8, device=device)
-        )
-        self.decoded: Decoding | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._ready: torch.cuda.Event | None = None
+        self._released: torch.cuda.Event | None = None
+        self.content: Decoding | None = None
         self._decodings: WeakKeyDictionary[Revision, dict[int, Decoding]] = WeakKeyDictionary()
         self._readers: set[int] = set()  # streams that the allocator knows to read the memory
-
-    def holds(self, histories: Sequence[PackedHistory]) -> bool:
-        """Return whether it has the tokens of these histories, unchanged since."""
-        return self.decoded is not None and self.decoded.serves(histories)
-
-    @property
-    def free(self) -> bool:
-        """Whether nobody is to read what it holds: it was released, or histories have changed."""
-        return self.decoded is None or self.decoded.stale
 
     @property
     def nbytes(self) -> int:
         """Bytes on the device, with row numbers that only its plans have."""
         plans = [plan for each in self._decodings.values() for plan in each.values()]
         ids = {id(t): t.nbytes for plan in plans for t in plan.own_ids}
-        return self._buffer.data.nbytes + sum(ids.values())
+        return self._memory.nbytes + sum(ids.values())
 
     def forget_plans(self) -> None:
         """Forget what was planned: words lie elsewhere."""
@@ -230,39 +205,44 @@ class TokenBuffer:
         sm_budget : int or None
             Multiprocessors that decoding may use.
         """
-        kernels_for(self._buffer.data.device)  # raises errors of earlier decodes
-        self.decoded = None
+        kernels_for(self._memory.device)  # raises errors of earlier decodes
+        self.content = None
         plans = self._decodings.setdefault(histories[0].revision, {})
         plan = plans.get(id(crossed))
-        if plan is None or not plan.serves(histories):
+        if plan is None or not _same(plan.revisions, histories):
             plan = self._plan(histories, crossed, ids_of, sm_budget)
             # Room for it may have dropped all plans.
             self._decodings.setdefault(histories[0].revision, {})[id(crossed)] = plan
         decodes = self._streams.decodes
-        marks = () if crossed is None or crossed.crossed is None else crossed.crossed.copied
+        stream = decodes.stream
+        marks = () if crossed is None or crossed.content is None else crossed.content.copied
         with decodes.on():
-            decodes.wait(self._buffer.released)
+            if self._released is not None:
+                self._released.wait(stream)
             for i, each in enumerate(plan.decodes):
                 if i < len(marks):
-                    decodes.wait(marks[i])
+                    mark = marks[i]
+                    assert mark is not None
+                    mark.wait(stream)
                 for decode in each:
                     decode()
-            self._buffer.ready = decodes.record(self._buffer.ready)
+            self._ready = record_on(stream, self._ready)
         if crossed is not None:
-            crossed.release(decodes.stream)
-        self.decoded = plan
+            crossed.release(stream)
+        self.content = plan
 
     def use(self, current: torch.cuda.Stream) -> None:
         """Make a stream wait for the tokens, which it reads."""
-        self._buffer.use(current)
+        assert self._ready is not None
+        self._ready.wait(current)
         if current.cuda_stream not in self._readers:
-            self._buffer.data.record_stream(current)
+            self._memory.record_stream(current)
             self._readers.add(current.cuda_stream)
 
     def release(self, current: torch.cuda.Stream) -> None:
         """Allow the tokens to be overwritten once a stream has reached this point."""
-        self._buffer.release(current)
-        self.decoded = None
+        self._released = record_on(current, self._released)
+        self.content = None
 
     def _plan(
         self,
@@ -290,7 +270,7 @@ class TokenBuffer:
                 tokens.append([])
                 decodes.append([])
                 for segment, size in zip(history.segments, each, strict=True):
-                    out, ids = self._buffer.data[at : at + size], ids_of(segment)
+                    out, ids = self._memory[at : at + size], ids_of(segment)
                     if segment.key is None:  # others are shared by all layers
                         own_ids.append(ids)
                     decodes[-1].append(segment.decoding(there, ids, out, sm_budget))
@@ -303,8 +283,8 @@ class TokenBuffer:
     ) -> list[torch.Tensor]:
         """Return the words of histories on the device."""
         if crossed is not None:
-            assert crossed.crossed is not None
-            return crossed.crossed.words
+            assert crossed.content is not None
+            return crossed.content.words
         found = []
         for history in histories:
             assert isinstance(history.words, DeviceWords)
@@ -314,10 +294,10 @@ class TokenBuffer:
 
     def _grow(self, nbytes: int) -> None:
         """Make room, on the stream that decodes."""
-        if self._buffer.data.shape[0] < nbytes:
+        if self._memory.shape[0] < nbytes:
             self._decodings.clear()
             self._readers.clear()
-            self._buffer.memory = grown(self._buffer.data, nbytes, 0)
+            self._memory = grown(self._memory, nbytes, 0)
 
 
 class Decoding:
@@ -342,27 +322,14 @@ class Decoding:
         decodes: list[list[Callable[[], None]]],
         own_ids: Sequence[torch.Tensor],
     ) -> None:
-        self._revisions = _revisions(histories)
+        self.revisions = _revisions(histories)
         self.tokens = tokens
         self.decodes = decodes
         self.own_ids = own_ids
 
-    @property
-    def stale(self) -> bool:
-        """Whether its histories have changed, or are gone."""
-        return _stale(self._revisions)
-
-    def serves(self, histories: Sequence[PackedHistory]) -> bool:
-        """Return whether it is of these histories, unchanged since."""
-        return _same(self._revisions, histories)
-
 
 def _revisions(histories: Sequence[PackedHistory]) -> list[ref[Revision]]:
     return [ref(history.revision) for history in histories]
-
-
-def _stale(revisions: Sequence[ref[Revision]]) -> bool:
-    return any(revision() is None for revision in revisions)
 
 
 def _same(revisions: Sequence[ref[Revision]], histories: Sequence[PackedHistory]) -> bool:
@@ -370,9 +337,41 @@ def _same(revisions: Sequence[ref[Revision]], histories: Sequence[PackedHistory]
     if len(revisions) != len(histories):
         return False
     for revision, history in zip(revisions, histories, strict=True):
-        if revision() is not history.revision:
+        if revision() is not history.packed.revision:
             return False
     return True
+
+
+Buffer = TypeVar("Buffer", WordBuffer, TokenBuffer)
+
+
+def holding(buffers: Sequence[Buffer], histories: Sequence[PackedHistory]) -> Buffer | None:
+    """Return the buffer that holds histories, or is being filled with them, unchanged since."""
+    for buffer in buffers:
+        content = buffer.content
+        if content is None or len(content.revisions) != len(histories):
+            continue
+        for revision, history in zip(content.revisions, histories, strict=True):
+            if revision() is not history.packed.revision:
+                break
+        else:
+            return buffer
+    return None
+
+
+def next_free(buffers: Sequence[Buffer], turn: int) -> Buffer | None:
+    """Return the next buffer that nobody is to read, if any.
+
+    It was released, or its histories have changed, or are gone.
+    """
+    for i in range(turn, turn + len(buffers)):
+        buffer = buffers[i % len(buffers)]
+        if buffer.content is None:
+            return buffer
+        for revision in buffer.content.revisions:
+            if revision() is None:
+                return buffer
+    return None
 
 
 def _aligned(nbytes: int) -> int:

@@ -250,8 +250,8 @@ class PackedHistory:
         new : torch.Tensor
             ``[B, H, n, D]``.
         """
-        first = [self.head] if self.head.shape[2] else []
-        there = [self.tail] if self.length or not new else []
+        first = [self.head] if self._sinks and self.head.shape[2] else []
+        there = [self._tail.tokens] if self._tail.length or self.length or not new else []
         return torch.cat([*first, *packed, *there, *new], dim=-2)
 
     def decode_packed(self) -> list[torch.Tensor]:
@@ -296,6 +296,18 @@ class PackedHistory:
         ArgumentTypeError
             For another dtype or device.
         """
+        there, shape = self._tail.memory, tokens.shape
+        like = there.shape
+        if (
+            self._tail.length
+            and len(shape) == 4
+            and shape[0] == like[0]
+            and shape[1] == like[1]
+            and shape[3] == like[3]
+            and tokens.dtype == there.dtype
+            and tokens.device == self._device
+        ):
+            return
         if tokens.dim() != 4:
             raise ArgumentError(
                 f"{self._kind}: shape {list(tokens.shape)}, expected [B, H, tokens, D]"
@@ -306,7 +318,6 @@ class PackedHistory:
             )
         if self.length == 0:
             return
-        there = self._tail.memory
         if tokens.dtype != there.dtype:
             raise ArgumentTypeError(
                 f"{self._kind}: dtype {tokens.dtype}, the cache holds {there.dtype}; a model "
@@ -341,14 +352,19 @@ class PackedHistory:
         """
         if not checked:
             self.check(tokens)
-        queue = self.words.link.packing
-        if len(queue):
+        queue = self.packed.words.link.packing
+        if queue.histories:
             kernels_for(self._device)  # the error of an earlier decode there is not the queue's
             queue.advance()
         if self.packed.packs:
             self._retire(wait=False)
-        before = self.length
         new = tokens.detach() if tokens.requires_grad else tokens
+        if self._tail.length and pack and not self._sinks:  # as for each token
+            self._tail.append(new, self._tail_room_tokens)
+            if self._tail.length - self._window >= self._block_tokens:
+                self._pack_new(self.length - new.shape[2])
+            return
+        before = self.length
         if before == 0:
             self.packed.start(new)
         first = self._sinks - before
@@ -363,13 +379,17 @@ class PackedHistory:
         else:
             self.tail = new
         if pack:
-            try:
-                self.pack()
-            except Exception:
-                self.crop(before)
-                raise
+            self._pack_new(before)
         if self._tail.memory is new:  # the caller's, or a view of something larger
             self.tail = new.clone(memory_format=torch.contiguous_format)
+
+    def _pack_new(self, before: int) -> None:
+        """Pack what is due, or leave the tokens as they were before the new ones."""
+        try:
+            self.pack()
+        except Exception:
+            self.crop(before)
+            raise
 
     def pack(self) -> None:
         """Pack what has left the window, as `append` does.

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import torch
 
 from ..engine.kernels.cuda.stream import current_stream
 from ..errors import ArgumentError, ArgumentTypeError
 from .arena import HostArena
-from .fetching import TokenBuffer, WordBuffer
+from .fetching import TokenBuffer, WordBuffer, holding, next_free
 from .gathering import RowGatherer
 from .history import PackedHistory
 from .learning import LearningQueue
@@ -153,16 +153,17 @@ class HistoryReader:
             For each history its segments, oldest first: ``[B, H, tokens, D]``, contiguous. On a GPU
             the current stream waits for them; they hold until `done`.
         """
-        if self.link.streams is None:
+        link = self.link
+        if link.streams is None:
             return [history.decode_packed() for history in histories]
-        if not any(history.packed_tokens for history in histories):
+        if not _packed(histories):
             return [[] for _ in histories]
-        buffer = _holding(self._tokens, histories) or self._decode(histories)
+        buffer = holding(self._tokens, histories) or self._decode(histories)
         # The next layer must use the other buffer.
         self._token_turn = (self._tokens.index(buffer) + 1) % BUFFERS
-        buffer.use(current_stream(self.device))
-        assert buffer.decoded is not None
-        return [list(tokens) for tokens in buffer.decoded.tokens]
+        buffer.use(current_stream(link.device))
+        assert buffer.content is not None
+        return [list(tokens) for tokens in buffer.content.tokens]
 
     def stage(self, histories: Sequence[PackedHistory]) -> list[torch.Tensor]:
         """Return the packed words of histories where kernels of their device read them.
@@ -176,15 +177,15 @@ class HistoryReader:
         -------
         list of torch.Tensor
             For each int32, its words and PAD_WORDS behind them. On a GPU the current stream waits
-            for them; they hold until `done`.
+            for them; they hold until `done_words`.
         """
-        if not _cross(histories):
+        if not histories[0].packed.words.crosses:
             return [history.words.fetch() for history in histories]
-        buffer = _holding(self._words, histories) or self._copy(histories, each=False)
+        buffer = holding(self._words, histories) or self._copy(histories, each=False)
         self._word_turn = (self._words.index(buffer) + 1) % BUFFERS
-        buffer.use(current_stream(self.device))
-        assert buffer.crossed is not None
-        return list(buffer.crossed.words)
+        buffer.use(current_stream(self.link.device))
+        assert buffer.content is not None
+        return buffer.content.words
 
     def prefetch(self, histories: Sequence[PackedHistory]) -> None:
         """Start to fetch and decode histories that `read` returns next, unless that is under way.
@@ -196,9 +197,9 @@ class HistoryReader:
         histories : sequence of PackedHistory
             Of this reader; the K and V of a layer.
         """
-        if self.link.streams is None or _holding(self._tokens, histories) is not None:
+        if self.link.streams is None or not _packed(histories):
             return
-        if any(history.packed_tokens for history in histories):
+        if holding(self._tokens, histories) is None:
             self._decode(histories)
 
     def prefetch_words(
@@ -217,23 +218,26 @@ class HistoryReader:
         early : bool
             Whether others are read before them: only into a buffer that holds nothing for those.
         """
-        if not _cross(histories) or _holding(self._words, histories) is not None:
+        if not histories[0].packed.words.crosses or not _packed(histories):
             return
-        if early and not any(buffer.free for buffer in self._words):
+        if early and next_free(self._words, 0) is None:
             return
-        if decoded and _holding(self._tokens, histories) is not None:
+        if holding(self._words, histories) is not None:
             return
-        if any(history.packed_tokens for history in histories):
+        if not decoded or holding(self._tokens, histories) is None:
             self._copy(histories, each=decoded)
 
     def done(self, histories: Sequence[PackedHistory]) -> None:
-        """Release what `read` or `stage` returned, after work on the current stream."""
-        for buffer in self._tokens:
-            if buffer.holds(histories):
-                buffer.release(current_stream(self.device))
-        for words in self._words:
-            if words.holds(histories):
-                words.release(current_stream(self.device))
+        """Release what `read` returned, after work on the current stream."""
+        buffer = holding(self._tokens, histories)
+        if buffer is not None:
+            buffer.release(current_stream(self.link.device))
+
+    def done_words(self, histories: Sequence[PackedHistory]) -> None:
+        """Release what `stage` returned, after work on the current stream."""
+        buffer = holding(self._words, histories)
+        if buffer is not None:
+            buffer.release(current_stream(self.link.device))
 
     # Inside
 
@@ -253,17 +257,18 @@ class HistoryReader:
     def _decode(self, histories: Sequence[PackedHistory]) -> TokenBuffer:
         """Start to decode histories into the next buffer."""
         words = None
-        if _cross(histories):
-            words = _holding(self._words, histories) or self._copy(histories, each=True)
+        if histories[0].packed.words.crosses:
+            words = holding(self._words, histories) or self._copy(histories, each=True)
             self._word_turn = (self._words.index(words) + 1) % BUFFERS
-        buffer = _next(self._tokens, self._token_turn)
+        # Not that of a layer that has yet to be read, as long as there is another.
+        buffer = next_free(self._tokens, self._token_turn) or self._tokens[self._token_turn]
         self._token_turn = (self._tokens.index(buffer) + 1) % BUFFERS
         buffer.fetch(histories, words, self._ids_of, self.sm_budget)
         return buffer
 
     def _copy(self, histories: Sequence[PackedHistory], *, each: bool) -> WordBuffer:
         """Start to copy the words of histories into the next buffer."""
-        buffer = _next(self._words, self._word_turn)
+        buffer = next_free(self._words, self._word_turn) or self._words[self._word_turn]
         self._word_turn = (self._words.index(buffer) + 1) % BUFFERS
         before = buffer.memory
         self.link.fetched_bytes += buffer.fetch(histories, each=each).nbytes
@@ -281,33 +286,12 @@ class HistoryReader:
         self._start()
 
 
-def _cross(histories: Sequence[PackedHistory]) -> bool:
-    """Return whether the words of histories, which lie alike, are copied to a device to be read."""
-    return histories[0].words.crosses
-
-
-class _Buffer(Protocol):
-    @property
-    def free(self) -> bool: ...
-
-    def holds(self, histories: Sequence[PackedHistory]) -> bool: ...
-
-
-Buffer = TypeVar("Buffer", bound=_Buffer)
-
-
-def _holding(buffers: Sequence[Buffer], histories: Sequence[PackedHistory]) -> Buffer | None:
-    """Return the buffer that holds histories, unchanged since."""
-    for buffer in buffers:
-        if buffer.holds(histories):
-            return buffer
-    return None
-
-
-def _next(buffers: Sequence[Buffer], turn: int) -> Buffer:
-    """Return the buffer to be filled: not one of a layer that has yet to be read."""
-    in_turn = [*buffers[turn:], *buffers[:turn]]
-    return next((each for each in in_turn if each.free), in_turn[0])
+def _packed(histories: Sequence[PackedHistory]) -> bool:
+    """Return whether any has packed tokens."""
+    for history in histories:
+        if history.packed.length:
+            return True
+    return False
 
 
 def check_sm_budget(sm_budget: object) -> None:

@@ -119,7 +119,8 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append K and V; handles come back where the attention function reads tiles."""
-        self.settle()
+        if self._waits:
+            self.settle()
         if self.lossless or self.scores is not None or not self._hands.now:
             if self.packed_tokens and not self.lossless:
                 self.dense_passes += 1
@@ -142,6 +143,11 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         self._latest, self._waits = ref(update), True
         self._new_tokens = key_states.shape[2]
         return KVHandle(update, 0, key_states, length), KVHandle(update, 1, value_states, length)
+
+    @property
+    def reads_words(self) -> bool:
+        """Whether attention read packed words last, as they are."""
+        return bool(self._stages)
 
     def prefetch(self) -> None:
         """Start to fetch what attention reads next: words alone if it read those last."""

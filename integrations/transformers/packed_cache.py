@@ -145,9 +145,11 @@ class PackedCache(DynamicCache, SelfAttentionCache):
             self._undo(layer_idx)
             raise
         following = self._next[layer_idx]
-        self._packed[following].prefetch()
+        layer = self._packed[following]
+        layer.prefetch()
         crossing = self._next_hosted[following]
-        if crossing is not None:
+        # Attention to words as they are asks for the next ones when it has read those before.
+        if crossing is not None and not layer.reads_words:
             self._packed[crossing].prefetch_words(early=True)
         return found
 

@@ -88,11 +88,11 @@ def test_layers_come_in_turn(n_layers: int, offload: bool) -> None:
     fetches = 0
     for begin, end in [(0, 200), *((t, t + 1) for t in range(200, 260))]:
         for i, histories in enumerate(layers):
-            kept = [buffer.decoded for buffer in made._tokens]
+            kept = [buffer.content for buffer in made._tokens]
             parts = made.read(histories)
             if begin:
                 # It had come before it was asked for.
-                assert kept == [buffer.decoded for buffer in made._tokens]
+                assert kept == [buffer.content for buffer in made._tokens]
                 fetches += 4 * sum(history.words.n_words for history in histories)
             for history, part, whole in zip(histories, parts, tokens[i], strict=True):
                 found = torch.cat([*part, history.tail], dim=-2) if begin else whole[:, :, :0]
@@ -125,7 +125,7 @@ def test_words_that_have_crossed_early_are_decoded() -> None:
     for begin, end in [(0, 200), *((t, t + 1) for t in range(200, 300))]:
         for i, histories in enumerate(layers):
             if begin and i in hosted:
-                assert any(buffer.holds(histories) for buffer in made._tokens)
+                assert fetching.holding(made._tokens, histories)
                 expected += 4 * sum(history.words.n_words for history in histories)
             parts = made.read(histories)
             for history, part, whole in zip(histories, parts, tokens[i], strict=True):
@@ -138,12 +138,12 @@ def test_words_that_have_crossed_early_are_decoded() -> None:
             behind = layers[4 if i < 3 else 1]
             made.prefetch_words(behind, decoded=True, early=True)
             if begin and i == 1:
-                assert any(buffer.holds(layers[4]) for buffer in made._words)
+                assert fetching.holding(made._words, layers[4])
     ahead = sum(
         4 * history.words.n_words
         for i in hosted
         for history in layers[i]
-        if any(b.holds(layers[i]) for b in made._words)
+        if fetching.holding(made._words, layers[i])
     )
     assert made.moved_to_device_bytes == expected + ahead
 
