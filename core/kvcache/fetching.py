@@ -115,6 +115,7 @@ class WordBuffer:
             self._crossings.clear()
             self._readers.clear()
             with self._streams.copies.on():
+                self.memory = self.memory.new_empty(0)  # before there is more
                 self.memory = grown(self.memory, n_words, 0)
             self._streams.decodes.keep(self.memory)
 
@@ -297,6 +298,7 @@ class TokenBuffer:
         if self._memory.shape[0] < nbytes:
             self._decodings.clear()
             self._readers.clear()
+            self._memory = self._memory.new_empty(0)  # before there is more
             self._memory = grown(self._memory, nbytes, 0)
 
 

@@ -18,8 +18,9 @@ from .link import Link
 from .segment import Segment
 from .words import DeviceWords, HostWords, Words
 
-#: Buffers for decoded tokens, and for packed words: the histories of one layer are used while those
-#: of the next are fetched.
+#: Buffers for packed words: those of one layer are read while those of the next cross. And for
+#: decoded tokens, of which the second takes memory only where other tokens are read meanwhile: the
+#: caches copy what they have read at once, before the next layer is decoded.
 BUFFERS = 2
 #: Sets of row numbers that are kept: layers grow one after the other.
 KEPT_IDS = 3
@@ -32,7 +33,7 @@ class HistoryReader:
     """Reads histories of one device, whose words are in its stores, and prefetches the next ones.
 
     On a GPU the packed words of a history in host memory cross by the copy engine on one stream,
-    into one of two buffers, and are decoded on another, into one of two others; events order the
+    into one of two buffers, and are decoded on another, into another buffer; events order the
     streams, the host waits for nothing. On the CPU a history is decoded when it is read, from words
     in one tensor.
 
@@ -159,7 +160,7 @@ class HistoryReader:
         if not _packed(histories):
             return [[] for _ in histories]
         buffer = holding(self._tokens, histories) or self._decode(histories)
-        # The next layer must use the other buffer.
+        # Until `done`, others must use the other buffer.
         self._token_turn = (self._tokens.index(buffer) + 1) % BUFFERS
         buffer.use(current_stream(link.device))
         assert buffer.content is not None
@@ -261,8 +262,7 @@ class HistoryReader:
             words = holding(self._words, histories) or self._copy(histories, each=True)
             self._word_turn = (self._words.index(words) + 1) % BUFFERS
         # Not that of a layer that has yet to be read, as long as there is another.
-        buffer = next_free(self._tokens, self._token_turn) or self._tokens[self._token_turn]
-        self._token_turn = (self._tokens.index(buffer) + 1) % BUFFERS
+        buffer = next_free(self._tokens, 0) or self._tokens[self._token_turn]
         buffer.fetch(histories, words, self._ids_of, self.sm_budget)
         return buffer
 

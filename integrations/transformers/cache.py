@@ -66,8 +66,9 @@ class CompressedCache(PackedCache):
 
     Notes
     -----
-    On a GPU the packed and the decoded K and V of two layers lie in buffers that all layers share,
-    and `update` joins those of one with its last tokens.
+    On a GPU the decoded K and V of one layer, and packed words of two that cross, lie in buffers
+    that all layers share. `update` joins the decoded ones with the last tokens, so that K and V of
+    two layers are there unpacked at most, and the next layer is decoded while this one computes.
 
     Encoder-decoder models are given a cache for each kind of attention, as
     ``EncoderDecoderCache(CompressedCache(config), DynamicCache(config=config))``, both of which may

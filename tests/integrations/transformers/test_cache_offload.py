@@ -209,6 +209,19 @@ def test_lossless_layers_are_decoded_wherever_they_lie(share: Any, crossing: Non
     }
 
 
+@pytest.mark.parametrize("share", SHARES, ids=str)
+def test_buffers_hold_one_layer_unpacked(share: Any, crossing: None) -> None:
+    """Another one is what `update` returns; and two packed ones, where words cross."""
+    cache = cache_of("lossless", share, window=16, block_tokens=64)
+    for step in range(20):
+        feed(cache, 1000 if not step else 1, step)
+    stats = cache.stats()
+    words = (stats["packed_host_bytes"] + stats["packed_device_bytes"]) / LAYERS
+    most = stats["packed_raw_bytes"] / LAYERS + (2 * words if share else 0)
+    ids = sum(t.nbytes for t in next(iter(cache._histories.readers.values()))._ids.values())
+    assert stats["packed_raw_bytes"] / LAYERS < stats["buffer_bytes"] - ids < 1.13 * most + 4096
+
+
 @pytest.mark.parametrize("share", [0.5, 0.2], ids=str)
 def test_attention_reads_tiles_wherever_they_lie(share: float, crossing: None) -> None:
     found = []
