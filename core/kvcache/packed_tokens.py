@@ -461,7 +461,8 @@ class PackedTokens:
         n_words = self.words.n_words
         if n_words:
             there = self.words.fetch()[:n_words]
-            words.append(there, made=self._made(), tokens=self.length)
+            # No room ahead: packed words take no more than raw tokens do.
+            words.append(there, made=self._made(), tokens=self.length, most=n_words)
         return partial(self._replace_words, words)
 
     def _replace_words(self, words: Words) -> None:

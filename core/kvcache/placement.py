@@ -100,6 +100,13 @@ class Placement:
         n = round(len(self.layers) * (1.0 if share == "auto" else float(share)))
         self.hosted = {self.layers[i] for i in spread(len(self.layers), n)}
 
+    def put(self, layer: int, *, on_host: bool) -> None:
+        """Record that a layer has moved."""
+        if on_host:
+            self.hosted.add(layer)
+        else:
+            self.hosted.discard(layer)
+
     def with_hosted(self, n: int) -> set[int]:
         """Return `n` layers to lie in host memory, of which as few as possible move."""
         here = [i for i in self.layers if i in self.hosted]

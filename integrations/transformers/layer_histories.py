@@ -95,18 +95,16 @@ class LayerHistories:
         """
         if histories:
             reader = self.readers[histories[0].device]
+            stores = [reader.new_words(on_host=on_host) for _ in histories]
             try:
-                commits = [
-                    history.prepare_move(reader.new_words(on_host=on_host)) for history in histories
-                ]
+                commits = [h.prepare_move(to) for h, to in zip(histories, stores, strict=True)]
             except (BitslabError, MemoryError, torch.cuda.OutOfMemoryError):
+                for store in stores:
+                    store.clear()
                 return False
             for commit in commits:
                 commit()
-        if on_host:
-            self.placement.hosted.add(layer)
-        else:
-            self.placement.hosted.discard(layer)
+        self.placement.put(layer, on_host=on_host)
         self._expect(2 * max(1, len(self.placement.hosted)))
         return True
 
