@@ -359,9 +359,9 @@ class PackedHistory:
         if self.packed.packs:
             self._retire(wait=False)
         new = tokens.detach() if tokens.requires_grad else tokens
-        if self._tail.length and pack and not self._sinks:  # as for each token
+        if self._tail.length and self.head.shape[2] == self._sinks:  # as for each token
             self._tail.append(new, self._tail_room_tokens)
-            if self._tail.length - self._window >= self._block_tokens:
+            if pack and self._tail.length - self._window >= self._block_tokens:
                 self._pack_new(self.length - new.shape[2])
             return
         before = self.length

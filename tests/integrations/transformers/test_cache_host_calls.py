@@ -6,6 +6,7 @@ kernels run on the CPU.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -30,12 +31,12 @@ from tests.simt.runner import SimtRunner, simt_kernels
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-#: By cache and place: the most calls of a layer, its kernels, and its copies over the link.
-MOST: dict[tuple[str, Any], tuple[int, int, int]] = {
-    ("lossless", True): (64, 6, 2),
-    ("lossless", False): (46, 6, 0),
-    ("kvcomp", True): (92, 3, 2),
-    ("kvcomp", False): (69, 3, 0),
+#: By cache and place: the most calls of a layer, and its kernels.
+MOST: dict[tuple[str, Any], tuple[int, int]] = {
+    ("lossless", True): (64, 6),
+    ("lossless", False): (46, 6),
+    ("kvcomp", True): (90, 3),
+    ("kvcomp", False): (67, 3),
 }
 LAYERS = 6
 #: Of torch, what launches nothing.
@@ -76,11 +77,14 @@ def kernels(crossing: None, monkeypatch: pytest.MonkeyPatch) -> SimtRunner:  # n
 
 
 def steps(cache: Any, kind: str, n: int = 1) -> Iterator[None]:
-    """Run a pass; stop before and after what a layer does with its tokens."""
-    module = Module()
+    """Run a pass; stop before and after what a layer does with its tokens.
+
+    Of the same values each time: others may be packed by one codec more.
+    """
+    module, generator = Module(), torch.Generator().manual_seed(n)
     for layer in range(LAYERS):
-        k, v = (torch.randn(1, HEADS, n, DIM) for _ in "kv")
-        query = torch.randn(1, 2 * HEADS, n, DIM)
+        k, v = (torch.randn(1, HEADS, n, DIM, generator=generator) for _ in "kv")
+        query = torch.randn(1, 2 * HEADS, n, DIM, generator=generator)
         yield
         keys, values = cache.update(k, v, layer)
         if kind == "kvcomp":
@@ -90,14 +94,21 @@ def steps(cache: Any, kind: str, n: int = 1) -> Iterator[None]:
 
 @pytest.mark.parametrize(("kind", "offload"), MOST, ids=str)
 def test_calls_and_launches_of_a_token(kind: str, offload: bool, kernels: SimtRunner) -> None:
-    most_calls, most_launches, most_copies = MOST[kind, offload]
+    most_calls, most_launches = MOST[kind, offload]
     cache = cache_of(kind, offload, window=16, block_tokens=64)
     if kind == "kvcomp":
         cache._hands._config._attn_implementation = "bitslab"
     for n in (150, *[1] * 12):  # the next block is packed later
         for _ in steps(cache, kind, n):
             pass
-    counts = [calls_of(cache, kind) for _ in range(3)]
+    segments = [len(history.segments) for x in cache.layers for history in x.histories]
+    assert segments == [1] * 2 * LAYERS
+    gc.collect()  # what earlier tests have left calls as it is freed
+    gc.disable()
+    try:
+        counts = [calls_of(cache, kind) for _ in range(3)]
+    finally:
+        gc.enable()
     # The least: attention makes launches of other sizes ready every 16 tokens.
     fewest = min(counts, key=lambda calls: sum(calls.values()))
     assert 0 < sum(fewest.values()) <= most_calls * LAYERS, fewest.most_common(20)
@@ -110,7 +121,11 @@ def test_calls_and_launches_of_a_token(kind: str, offload: bool, kernels: SimtRu
         launched += counted.kinds
     assert cache.stats()["packed_tokens"] == packed
     assert launched["kernels"] + len(kernels.launched) - before == most_launches * LAYERS
-    assert launched["link"] == most_copies * LAYERS
+    # One copy of K and one of V, where their words lie in one piece of memory.
+    words = [history.words for layer in cache.layers for history in layer.histories]
+    pieces = [len(w.transfers(torch.empty(w.n_words))) for w in words if w.crosses]
+    assert launched["link"] == sum(pieces)
+    assert len(pieces) == (2 * LAYERS if offload else 0)
 
 
 def calls_of(cache: Any, kind: str) -> Counter[str]:
