@@ -11,6 +11,7 @@ import torch
 from ..engine.kernels import kernels_for
 from ..engine.kernels.format import PAD_WORDS, ceil_div
 from ..engine.transfer.lanes import record_on
+from ..engine.transfer.staging import copy_pieces
 from .history import PackedHistory
 from .link import Streams
 from .packed_tokens import Revision
@@ -74,8 +75,7 @@ class WordBuffer:
             if self._released is not None:
                 self._released.wait(stream)
             for i, pieces in enumerate(crossing.copies):
-                for target, source in pieces:
-                    target.copy_(source, non_blocking=True)
+                copy_pieces(pieces)
                 if each:
                     copied[i] = record_on(stream, copied[i])
             if not each:
