@@ -8,10 +8,11 @@ on it.
 
 from .attending import PackedAttention
 from .gathering import Gathered
-from .history import PackedHistory, check_options
+from .history import PackedHistory
 from .index import beam_index, repeat_count, sequence_index
 from .loading import load_kernels
 from .model_codecs import LayerCodecs, ModelCodecs, codecs_of_model
+from .options import check_options
 from .packed_tokens import Commit
 from .packing import CodecPlans, Plans
 from .placement import Balance, Offload, Placement, check_offload, crossing_seconds, free_bytes

@@ -14,6 +14,7 @@ from ..engine.kernels import kernels_for
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .index import beam_index, indexed, repeat_count, sequence_index
 from .model_codecs import FirstCodec
+from .options import check_options
 from .packed_tokens import Commit, PackedTokens, Revision
 from .packing import Plans
 from .segment import Segment
@@ -596,21 +597,3 @@ class PackedHistory:
         self.__dict__.update({"_tail_room_tokens": 0, **state})
         del self.__dict__["tail"]
         self.head, self.tail = state["head"].view(dtype), tail.view(dtype)
-
-
-def check_options(window: int, block_tokens: int, reserve_tokens: int = 0, sinks: int = 0) -> None:
-    """Raise for options that a history does not accept."""
-    for name, value in (
-        ("window", window),
-        ("block_tokens", block_tokens),
-        ("reserve_tokens", reserve_tokens),
-        ("sinks", sinks),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ArgumentTypeError(f"{name}: expected an int, got {value!r:.60}")
-        if value < 0:
-            raise ArgumentError(f"{name}: {value}, accepted are numbers from 0")
-    if not 1 <= block_tokens <= 4096 or block_tokens & (block_tokens - 1):
-        raise ArgumentError(
-            f"block_tokens: {block_tokens}, accepted are powers of two from 1 to 4096"
-        )
