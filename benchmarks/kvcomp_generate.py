@@ -22,6 +22,9 @@ from bitslab.integrations.transformers import CompressedCache, KVCompCache
 
 #: Tokens behind a prompt: the first few learn the order of layers and begin what is packed late.
 NEW_TOKENS, WARM_TOKENS = 20, 4
+#: Tokens within which each layer of a packed cache packs a block of 64 at some time: the slowest of
+#: them is the worst case. Other caches, which do the same for each token, take NEW_TOKENS.
+BLOCK_TOKENS = WARM_TOKENS + 68
 DYNAMIC, OFFLOADED, KVCOMP_HOST = "DynamicCache", "transformers' offloaded", "KVCompCache, host"
 KVCOMP_DEVICE = "KVCompCache, device"
 CASES: dict[str, Case] = {
@@ -49,6 +52,10 @@ WAYS: dict[str, Make] = {
         config, device=device, offload=False
     ),
     KVCOMP_HOST: lambda config, device: KVCompCache(config, device=device),
+    "KVCompCache, half on the host": lambda config, device: KVCompCache(
+        config, device=device, offload=0.5
+    ),
+    "KVCompCache, auto": lambda config, device: KVCompCache(config, device=device, offload="auto"),
     KVCOMP_DEVICE: lambda config, device: KVCompCache(config, device=device, offload=False),
     "QuantizedCache, quanto, 4 bits": lambda config, device: QuantizedCache(
         "quanto", config, nbits=4
@@ -69,13 +76,15 @@ WAYS: dict[str, Make] = {
 class Request:
     """One prompt and its tokens; memory beyond what was allocated before, in bytes.
 
-    `host_ms` is the time until a token's last kernel is queued: where that is nearly `token_ms`,
-    the host decides, else the GPU or the link.
+    `worst_ms` is a token's in which blocks are packed, the slowest; `host_ms` is the time until a
+    token's last kernel is queued: where that is nearly `token_ms`, the host decides, else the GPU
+    or the link.
     """
 
     prompt_ms: float
     next_ms: float
     token_ms: float
+    worst_ms: float
     host_ms: float
     prompt_peak_bytes: int
     held_bytes: int
@@ -166,7 +175,9 @@ def _take_turn(
     _free(device)
     try:
         cache = WAYS[way](model.config, device)
-        request = _request(model, cache, ids, chunk_tokens)
+        blocks = device.type == "cuda" and way.startswith(("Compressed", "KVComp"))
+        n = BLOCK_TOKENS if blocks else NEW_TOKENS
+        request = _request(model, cache, ids, chunk_tokens, n)
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         # Backends that are missing say so by one of these, and memory that runs out.
         found.problem = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -177,7 +188,9 @@ def _take_turn(
 
 
 @torch.no_grad()
-def _request(model: Any, cache: Any, ids: torch.Tensor, chunk_tokens: int) -> Request:
+def _request(
+    model: Any, cache: Any, ids: torch.Tensor, chunk_tokens: int, new_tokens: int
+) -> Request:
     device = ids.device
     before = _allocated(device)
     _reset_peak(device)
@@ -188,7 +201,7 @@ def _request(model: Any, cache: Any, ids: torch.Tensor, chunk_tokens: int) -> Re
     prompt = _now(device) - start
     prompt_peak = _peak(device) - before
     times, queued = [], []
-    for i in range(NEW_TOKENS - 1):
+    for i in range(new_tokens - 1):
         if i == WARM_TOKENS:
             _reset_peak(device)
         start = _now(device)
@@ -201,6 +214,7 @@ def _request(model: Any, cache: Any, ids: torch.Tensor, chunk_tokens: int) -> Re
         1e3 * prompt,
         1e3 * times[0],
         1e3 * statistics.median(times[WARM_TOKENS:]),
+        1e3 * max(times[WARM_TOKENS:]),
         1e3 * statistics.median(queued[WARM_TOKENS:]),
         prompt_peak,
         _allocated(device) - before,
@@ -218,6 +232,7 @@ def _row(way: str, requests: list[Request]) -> dict[str, Any]:
         "prompt ms": median("prompt_ms"),
         "next token ms": median("next_ms"),
         "token ms": median("token_ms"),
+        "worst token ms": max(each.worst_ms for each in requests),
         "of the host": median("host_ms"),
         "device MB": median("held_bytes") / 1e6,
         "peak of a token MB": median("token_peak_bytes") / 1e6,
@@ -245,7 +260,7 @@ def _same(requests: list[Request], expected: list[list[list[int]]]) -> float:
         (a, b)
         for each, plain in zip(requests, expected, strict=True)
         for line, other in zip(each.tokens, plain, strict=True)
-        for a, b in zip(line, other, strict=True)
+        for a, b in zip(line, other, strict=False)  # of as many as both have
     ]
     return 100 * sum(a == b for a, b in pairs) / len(pairs)
 

@@ -1,8 +1,10 @@
 """The K/V cache: on the device, transformers' offloaded one, packed on the host and on the device.
 
-Weights are on the device throughout. New tokens go down to the host in blocks of 64 once they leave
-the window of 128, so bytes for each token are only even over several blocks. nvCOMP has no cache
-for transformers, so it is only in the part for weights.
+Also with every other layer on the host, and with as many as `offload="auto"` leaves there: what
+lies there at the end of a run stands in its row. Weights are on the device throughout. New tokens
+go down to the host in blocks of 64 once they leave the window of 128, so bytes for each token are
+only even over several blocks. nvCOMP has no cache for transformers, so it is only in the part for
+weights.
 """
 
 from __future__ import annotations
@@ -14,11 +16,15 @@ from llm_workload import Rows, left_out, line, show, workload
 from textgen.generation import Run
 from textgen.ways import CacheOptions
 
-#: Name, way, whether the packed history is in host memory.
-WAYS = (
+from bitslab.kvcache import Offload
+
+#: Name, way, the share of the packed history that is in host memory.
+WAYS: tuple[tuple[str, str, Offload], ...] = (
     ("DynamicCache", "dynamic", False),
     ("transformers' offloaded", "offloaded", True),
     ("CompressedCache, host", "compressed", True),
+    ("CompressedCache, half on the host", "compressed", 0.5),
+    ("CompressedCache, auto", "compressed", "auto"),
     ("CompressedCache, device", "compressed", False),
 )
 
@@ -42,6 +48,7 @@ def run(arguments: argparse.Namespace, steps: Steps) -> dict[str, Rows]:
                 raw = sum(size.raw_bytes for size in run.cache)
                 packed = sum(size.packed_bytes for size in run.cache)
                 row["ratio"] = raw / packed if packed else 1.0
+                row["packed MB on the host"] = sum(size.host_bytes or 0 for size in run.cache) / 1e6
                 if host and offloaded and run.token_seconds:
                     row["times faster than offloaded"] = offloaded / run.token_seconds
             found.append(show(row))

@@ -8,12 +8,14 @@ on it.
 
 from .attending import PackedAttention
 from .gathering import Gathered
-from .history import PackedHistory, check_options
+from .history import PackedHistory
 from .index import beam_index, repeat_count, sequence_index
 from .loading import load_kernels
 from .model_codecs import LayerCodecs, ModelCodecs, codecs_of_model
+from .options import check_options
 from .packed_tokens import Commit
 from .packing import CodecPlans, Plans
+from .placement import Balance, Offload, Placement, check_offload, crossing_seconds, free_bytes
 from .reader import HistoryReader, check_sm_budget
 from .scores import (
     HeavyScores,
@@ -25,8 +27,10 @@ from .scores import (
 )
 from .selection import Selection, Take
 from .tile_plans import QUERIES, TileOptions, TilePlans
+from .words import Words
 
 __all__ = [
+    "Balance",
     "CodecPlans",
     "Commit",
     "Gathered",
@@ -34,21 +38,27 @@ __all__ = [
     "HistoryReader",
     "LayerCodecs",
     "ModelCodecs",
+    "Offload",
     "PackedAttention",
     "PackedHistory",
     "QUERIES",
     "PartialKeys",
+    "Placement",
     "Plans",
     "Selection",
     "Take",
     "TileOptions",
     "TilePlans",
     "TokenScores",
+    "Words",
     "beam_index",
+    "check_offload",
     "check_options",
     "check_share",
     "check_sm_budget",
     "codecs_of_model",
+    "crossing_seconds",
+    "free_bytes",
     "load_kernels",
     "probability_sums",
     "repeat_count",

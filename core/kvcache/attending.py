@@ -68,7 +68,8 @@ class PackedAttention:
     ) -> torch.Tensor:
         """Return attention to all tokens, on the current stream.
 
-        On a GPU the words are those that `HistoryReader.prefetch` has staged, or are staged now.
+        On a GPU words of the host are those that `HistoryReader.prefetch_words` has brought, or
+        they are brought now.
 
         Parameters
         ----------
@@ -87,14 +88,14 @@ class PackedAttention:
             ``[B, q, query heads, D]`` of the query's dtype.
         """
         reader, histories = self._reader, self._histories
-        if not reader.stages:
+        if not histories[0].packed.words.crosses:
             return self._attend(self._planned().here(), query, scaling, softcap, sinks, first_valid)
         words = reader.stage(histories)
         try:
             there = self._planned().there(words)
             return self._attend(there, query, scaling, softcap, sinks, first_valid)
         finally:
-            reader.done(histories)
+            reader.done_words(histories)
 
     def _attend(
         self,
@@ -186,7 +187,9 @@ class _Plan:
     def serves(self, histories: Sequence[PackedHistory]) -> bool:
         """Return whether it is of these histories, unchanged since."""
         for i, history in enumerate(histories):
-            if self._revisions[i]() is not history.revision or self._heads[i] is not history.head:
+            if self._revisions[i]() is not history.packed.revision:
+                return False
+            if self._heads[i] is not history.head:
                 return False
         return True
 
@@ -198,7 +201,8 @@ class _Plan:
 
     def there(self, words: Sequence[torch.Tensor]) -> _Staged:
         """Return what attention reads, with words in these tensors."""
-        key = tuple(t.data_ptr() for t in words)
+        of_keys, of_values = words
+        key = of_keys.data_ptr(), of_values.data_ptr()
         found = self._staged.get(key)
         if found is None:
             if len(self._staged) == MOST_PLACES:

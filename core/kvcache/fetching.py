@@ -1,8 +1,9 @@
-"""Fetches of histories to a GPU: their buffers, and their copies and decodes, planned once."""
+"""Buffers of a GPU for what is fetched: packed words as they cross, and decoded tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from ..engine.kernels import kernels_for
 from ..engine.kernels.format import PAD_WORDS, ceil_div
 from ..engine.transfer.lanes import record_on
-from ..engine.transfer.staging import StagingBuffer, copy_pieces
+from ..engine.transfer.staging import copy_pieces
 from .history import PackedHistory
 from .link import Streams
 from .packed_tokens import Revision
@@ -19,132 +20,248 @@ from .words import DeviceWords, HostWords, grown
 
 ALIGN_BYTES = 256  # of everything in the buffers
 
+#: Returns the rows of a segment.
+IdsOf = Callable[[Segment], torch.Tensor]
 
-class FetchBuffers:
-    """Buffers for the histories of one layer: packed words as they cross, and decoded tokens.
+
+class WordBuffer:
+    """Holds the packed words of the histories of one layer, as they cross to the device.
 
     Parameters
     ----------
     device : torch.device
         The GPU.
     streams : Streams
-        Streams for copies and decodes.
+        Its streams.
+
+    Attributes
+    ----------
+    content : Crossing or None
+        What it holds, or is being filled with.
+    memory : torch.Tensor
+        int32 ``[n]``; another tensor where more was needed.
     """
 
     def __init__(self, device: torch.device, streams: Streams) -> None:
         self._streams = streams
-        #: Packed words of all histories; each part is ready by itself, and released by its decode.
-        self.words: StagingBuffer[Revision] = StagingBuffer(
-            torch.empty(0, dtype=torch.int32, device=device)
-        )
-        self.copied: list[torch.cuda.Event | None] = []  # of each history
-        #: Decoded tokens.
-        self.out: StagingBuffer[Revision] = StagingBuffer(
-            torch.empty(0, dtype=torch.uint8, device=device)
-        )
-        #: The fetch whose tokens it holds, once its events have passed.
-        self.fetched: Fetch | None = None
-        self._fetches: WeakKeyDictionary[Revision, Fetch] = WeakKeyDictionary()
-        self._readers: set[int] = set()  # streams that the allocator knows to read `out`
-        self._word_readers: set[int] = set()  # and `words`
-        self._words_read: torch.cuda.Event | None = None  # behind attention to packed words
+        self.memory = torch.empty(0, dtype=torch.int32, device=device)
+        self._copied: list[torch.cuda.Event | None] = []  # of each history
+        self.content: Crossing | None = None
+        self._crossings: WeakKeyDictionary[Revision, Crossing] = WeakKeyDictionary()
+        self._readers: set[int] = set()  # streams that the allocator knows to read the memory
+        self._released: torch.cuda.Event | None = None  # behind what read the words last
 
-    def holds(self, histories: Sequence[PackedHistory], *, decoded: bool | None = None) -> bool:
-        """Return whether the last fetch was of these histories, unchanged since.
-
-        And, where that is asked, whether it decodes them or is of words alone.
-        """
-        fetched = self.fetched
-        if fetched is None or decoded not in (None, fetched.decoded):
-            return False
-        return fetched.serves(histories)
-
-    @property
-    def free(self) -> bool:
-        """Whether nobody is to read the last fetch: it was released, or histories have changed."""
-        return self.fetched is None or self.fetched.stale
-
-    def forget(self) -> None:
-        """Forget the last fetch."""
-        self.fetched = None
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device of the buffers and of row numbers that only its fetches have."""
-        ids = {id(t): t.nbytes for fetch in self._fetches.values() for t in fetch.own_ids}
-        return self.words.data.nbytes + self.out.data.nbytes + sum(ids.values())
-
-    def fetch(
-        self,
-        histories: Sequence[PackedHistory],
-        ids_of: IdsOf,
-        sm_budget: int | None,
-        *,
-        decoded: bool = True,
-    ) -> Fetch:
-        """Start to fetch histories, and to decode them. Waits for nothing.
+    def fetch(self, histories: Sequence[PackedHistory], *, each: bool) -> Crossing:
+        """Start to copy the words of histories in host memory. Waits for nothing.
 
         Parameters
         ----------
         histories : sequence of PackedHistory
             The K and V of a layer, or one of them.
+        each : bool
+            Whether those of each are waited for by themselves, so that K is decoded while V
+            crosses.
+        """
+        self.content = None
+        crossing = self._crossings.get(histories[0].revision)
+        if crossing is None or not _same(crossing.revisions, histories):
+            crossing = Crossing(histories, self._parts(histories))
+            self._crossings[histories[0].revision] = crossing
+        copies, copied = self._streams.copies, self._copied
+        while len(copied) < len(histories):
+            copied.append(None)
+        stream = copies.stream
+        with copies.on():
+            if self._released is not None:
+                self._released.wait(stream)
+            for i, pieces in enumerate(crossing.copies):
+                copy_pieces(pieces)
+                if each:
+                    copied[i] = record_on(stream, copied[i])
+            if not each:
+                copied[0] = record_on(stream, copied[0])
+        crossing.copied = copied[: len(histories) if each else 1]
+        self.content = crossing
+        return crossing
+
+    def use(self, current: torch.cuda.Stream) -> None:
+        """Make a stream wait for the words, which it reads."""
+        assert self.content is not None
+        for copied in self.content.copied:
+            if copied is not None:
+                copied.wait(current)
+        if current.cuda_stream not in self._readers:
+            self.memory.record_stream(current)
+            self._readers.add(current.cuda_stream)
+
+    def release(self, current: torch.cuda.Stream) -> None:
+        """Allow the words to be overwritten once a stream has reached this point."""
+        self._released = record_on(current, self._released)
+        self.content = None
+
+    def _parts(self, histories: Sequence[PackedHistory]) -> list[torch.Tensor]:
+        """Return room for the words of each history and PAD_WORDS behind them."""
+        sizes = [history.words.n_words + PAD_WORDS for history in histories]
+        self._grow(sum(_aligned(4 * size) // 4 for size in sizes))
+        found, at = [], 0
+        for size in sizes:
+            found.append(self.memory[at : at + size])
+            at += _aligned(4 * size) // 4
+        return found
+
+    def _grow(self, n_words: int) -> None:
+        """Make room, on the stream that copies."""
+        if self.memory.shape[0] < n_words:
+            self._crossings.clear()
+            self._readers.clear()
+            with self._streams.copies.on():
+                self.memory = self.memory.new_empty(0)  # before there is more
+                self.memory = grown(self.memory, n_words, 0)
+            self._streams.decodes.keep(self.memory)
+
+
+class Crossing:
+    """Copies of the words of histories to a device, valid as long as these do not change.
+
+    Parameters
+    ----------
+    histories : sequence of PackedHistory
+        The histories, in host memory.
+    words : list of torch.Tensor
+        For each int32, where its words go, and PAD_WORDS behind them.
+
+    Attributes
+    ----------
+    revisions : list of references to Revision
+        Of the histories.
+    copied : sequence of torch.cuda.Event
+        Passed when the words of each have crossed; or a single one.
+    """
+
+    def __init__(self, histories: Sequence[PackedHistory], words: list[torch.Tensor]) -> None:
+        self.revisions = _revisions(histories)
+        self.words = words
+        self.copies: list[list[tuple[torch.Tensor, torch.Tensor]]] = []
+        for history, there in zip(histories, words, strict=True):
+            assert isinstance(history.words, HostWords)
+            self.copies.append(history.words.transfers(there))
+        self.copied: Sequence[torch.cuda.Event | None] = ()
+        #: Bytes that cross the link.
+        self.nbytes = sum(source.nbytes for each in self.copies for _, source in each)
+
+
+class TokenBuffer:
+    """Holds the decoded tokens of the histories of one layer.
+
+    Parameters
+    ----------
+    device : torch.device
+        The GPU.
+    streams : Streams
+        Its streams.
+
+    Attributes
+    ----------
+    content : Decoding or None
+        What it holds, or is being filled with.
+    """
+
+    def __init__(self, device: torch.device, streams: Streams) -> None:
+        self._streams = streams
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._ready: torch.cuda.Event | None = None
+        self._released: torch.cuda.Event | None = None
+        self.content: Decoding | None = None
+        self._decodings: WeakKeyDictionary[Revision, dict[int, Decoding]] = WeakKeyDictionary()
+        self._readers: set[int] = set()  # streams that the allocator knows to read the memory
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device, with row numbers that only its plans have."""
+        plans = [plan for each in self._decodings.values() for plan in each.values()]
+        ids = {id(t): t.nbytes for plan in plans for t in plan.own_ids}
+        return self._memory.nbytes + sum(ids.values())
+
+    def forget_plans(self) -> None:
+        """Forget what was planned: words lie elsewhere."""
+        self._decodings.clear()
+
+    def fetch(
+        self,
+        histories: Sequence[PackedHistory],
+        crossed: WordBuffer | None,
+        ids_of: IdsOf,
+        sm_budget: int | None,
+    ) -> None:
+        """Start to decode histories. Waits for nothing.
+
+        Parameters
+        ----------
+        histories : sequence of PackedHistory
+            The K and V of a layer, or one of them.
+        crossed : WordBuffer, optional
+            What holds their words, which it releases; None where they are kept on the device.
         ids_of : callable
             Returns the rows of a segment, on the current stream.
         sm_budget : int or None
             Multiprocessors that decoding may use.
-        decoded : bool
-            Whether to decode; else their words are fetched alone.
         """
-        kernels_for(self.out.data.device)  # raises errors of earlier decodes
-        self.forget()
-        while len(self.copied) < len(histories):
-            self.copied.append(None)
-        fetch = self._fetches.get(histories[0].revision)
-        if fetch is None or fetch.decoded != decoded or not fetch.serves(histories):
-            if decoded:
-                fetch = self._plan(histories, ids_of, sm_budget)
-            else:
-                words = self._words_on_device(histories)
-                fetch = Fetch(histories, words, _copies(histories, words))
-            self._fetches[histories[0].revision] = fetch
-        fetch.start(self._streams, self)
-        self.fetched = fetch
-        return fetch
+        kernels_for(self._memory.device)  # raises errors of earlier decodes
+        self.content = None
+        plans = self._decodings.setdefault(histories[0].revision, {})
+        plan = plans.get(id(crossed))
+        if plan is None or not _same(plan.revisions, histories):
+            plan = self._plan(histories, crossed, ids_of, sm_budget)
+            # Room for it may have dropped all plans.
+            self._decodings.setdefault(histories[0].revision, {})[id(crossed)] = plan
+        decodes = self._streams.decodes
+        stream = decodes.stream
+        marks = () if crossed is None or crossed.content is None else crossed.content.copied
+        with decodes.on():
+            if self._released is not None:
+                self._released.wait(stream)
+            for i, each in enumerate(plan.decodes):
+                if i < len(marks):
+                    mark = marks[i]
+                    assert mark is not None
+                    mark.wait(stream)
+                for decode in each:
+                    decode()
+            self._ready = record_on(stream, self._ready)
+        if crossed is not None:
+            crossed.release(stream)
+        self.content = plan
 
     def use(self, current: torch.cuda.Stream) -> None:
-        """Make a stream wait for the decoded tokens, or for words alone, which it reads."""
-        assert self.fetched is not None
-        if not self.fetched.decoded:
-            self.words.use(current)
-            if current.cuda_stream not in self._word_readers:
-                self.words.data.record_stream(current)
-                self._word_readers.add(current.cuda_stream)
-            return
-        self.out.use(current)
+        """Make a stream wait for the tokens, which it reads."""
+        assert self._ready is not None
+        self._ready.wait(current)
         if current.cuda_stream not in self._readers:
-            self.out.data.record_stream(current)
+            self._memory.record_stream(current)
             self._readers.add(current.cuda_stream)
 
     def release(self, current: torch.cuda.Stream) -> None:
-        """Allow what was fetched to be overwritten once a stream has reached this point."""
-        if self.fetched is not None and not self.fetched.decoded:
-            self.words.released = self._words_read = record_on(current, self._words_read)
-        else:
-            self.out.release(current)
+        """Allow the tokens to be overwritten once a stream has reached this point."""
+        self._released = record_on(current, self._released)
+        self.content = None
 
     def _plan(
-        self, histories: Sequence[PackedHistory], ids_of: IdsOf, sm_budget: int | None
-    ) -> Fetch:
-        """Plan a fetch, once the metadata that it reads on the device is written."""
+        self,
+        histories: Sequence[PackedHistory],
+        crossed: WordBuffer | None,
+        ids_of: IdsOf,
+        sm_budget: int | None,
+    ) -> Decoding:
+        """Plan decoding, once the metadata that it reads on the device is written."""
         for history in histories:
             history.packed.mark_ready()
-        words = self._words_on_device(histories)
+        words = self._words_of(histories, crossed)
         decode_lane = self._streams.decodes
         with decode_lane.on():
             sizes = [
                 [segment.decoded_bytes for segment in history.segments] for history in histories
             ]
-            self._grow_out(sum(_aligned(size) for each in sizes for size in each))
+            self._grow(sum(_aligned(size) for each in sizes for size in each))
             own_ids = []
             tokens: list[list[torch.Tensor]] = []
             decodes: list[list[Callable[[], None]]] = []
@@ -154,144 +271,109 @@ class FetchBuffers:
                 tokens.append([])
                 decodes.append([])
                 for segment, size in zip(history.segments, each, strict=True):
-                    out, ids = self.out.data[at : at + size], ids_of(segment)
+                    out, ids = self._memory[at : at + size], ids_of(segment)
                     if segment.key is None:  # others are shared by all layers
                         own_ids.append(ids)
                     decodes[-1].append(segment.decoding(there, ids, out, sm_budget))
                     tokens[-1].append(segment.tokens_in(out))
                     at += _aligned(size)
-        return Fetch(histories, words, _copies(histories, words), tokens, decodes, own_ids)
+        return Decoding(histories, tokens, decodes, own_ids)
 
-    def _words_on_device(self, histories: Sequence[PackedHistory]) -> list[torch.Tensor]:
-        """Return where the words of histories are on the device, or are copied to."""
+    def _words_of(
+        self, histories: Sequence[PackedHistory], crossed: WordBuffer | None
+    ) -> list[torch.Tensor]:
+        """Return the words of histories on the device."""
+        if crossed is not None:
+            assert crossed.content is not None
+            return crossed.content.words
         found = []
         for history in histories:
-            if isinstance(history.words, DeviceWords):
-                there = history.words.whole()
-                self._streams.decodes.keep(there)
-                found.append(there)
-        if found:
-            return found
-        sizes = [history.words.n_words + PAD_WORDS for history in histories]
-        self._grow_staged(sum(_aligned(4 * size) // 4 for size in sizes))
-        at = 0
-        for size in sizes:
-            found.append(self.words.data[at : at + size])
-            at += _aligned(4 * size) // 4
+            assert isinstance(history.words, DeviceWords)
+            found.append(history.words.whole())
+        self._streams.decodes.keep(*found)
         return found
 
-    def _grow_staged(self, n_words: int) -> None:
-        """Make room for packed words, on the stream that copies them."""
-        if self.words.data.shape[0] < n_words:
-            self._fetches.clear()
-            self._word_readers.clear()
-            with self._streams.copies.on():
-                self.words.memory = grown(self.words.data, n_words, 0)
-            self._streams.decodes.keep(self.words.memory)
-
-    def _grow_out(self, nbytes: int) -> None:
-        """Make room for decoded tokens, on the stream that decodes them."""
-        if self.out.data.shape[0] < nbytes:
-            self._fetches.clear()
+    def _grow(self, nbytes: int) -> None:
+        """Make room, on the stream that decodes."""
+        if self._memory.shape[0] < nbytes:
+            self._decodings.clear()
             self._readers.clear()
-            self.out.memory = grown(self.out.data, nbytes, 0)
+            self._memory = self._memory.new_empty(0)  # before there is more
+            self._memory = grown(self._memory, nbytes, 0)
 
 
-class Fetch:
-    """Copies and decodes that fetch histories, valid as long as these do not change.
+class Decoding:
+    """Decodes of histories into a buffer, valid as long as these do not change.
 
     Parameters
     ----------
     histories : sequence of PackedHistory
         The histories.
-    words : list of torch.Tensor
-        For each its words on the device, and PAD_WORDS behind them.
-    copies : list of lists of (torch.Tensor, torch.Tensor)
-        For each the targets and sources of its words; none where they are on the device.
-    tokens : list of lists of torch.Tensor, optional
-        For each the decoded tokens of its segments, in `FetchBuffers.out`. Left out, words are
-        fetched alone.
+    tokens : list of lists of torch.Tensor
+        For each the decoded tokens of its segments.
     decodes : list of lists of callables
         For each what decodes its segments.
     own_ids : list of torch.Tensor
-        Row numbers that no other fetch shares.
+        Row numbers that no other plan shares.
     """
 
     def __init__(
         self,
         histories: Sequence[PackedHistory],
-        words: list[torch.Tensor],
-        copies: list[list[tuple[torch.Tensor, torch.Tensor]]],
-        tokens: list[list[torch.Tensor]] | None = None,
-        decodes: Sequence[list[Callable[[], None]]] = (),
-        own_ids: Sequence[torch.Tensor] = (),
+        tokens: list[list[torch.Tensor]],
+        decodes: list[list[Callable[[], None]]],
+        own_ids: Sequence[torch.Tensor],
     ) -> None:
-        self._revisions = [ref(history.revision) for history in histories]
-        self.decoded = tokens is not None
-        self.words = words
-        self.tokens = tokens or []
-        self._copies = copies
-        self._decodes = decodes
+        self.revisions = _revisions(histories)
+        self.tokens = tokens
+        self.decodes = decodes
         self.own_ids = own_ids
-        #: Bytes that cross the link.
-        self.nbytes = sum(source.nbytes for each in copies for _, source in each)
 
-    @property
-    def stale(self) -> bool:
-        """Whether its histories have changed, or are gone."""
-        return any(revision() is None for revision in self._revisions)
 
-    def serves(self, histories: Sequence[PackedHistory]) -> bool:
-        """Return whether it is of these histories, unchanged since."""
-        if len(self._revisions) != len(histories):
+def _revisions(histories: Sequence[PackedHistory]) -> list[ref[Revision]]:
+    return [ref(history.revision) for history in histories]
+
+
+def _same(revisions: Sequence[ref[Revision]], histories: Sequence[PackedHistory]) -> bool:
+    """Return whether these are the revisions of histories now."""
+    if len(revisions) != len(histories):
+        return False
+    for revision, history in zip(revisions, histories, strict=True):
+        if revision() is not history.packed.revision:
             return False
-        for revision, history in zip(self._revisions, histories, strict=True):
-            if revision() is not history.revision:
-                return False
-        return True
-
-    def start(self, streams: Streams, buffers: FetchBuffers) -> None:
-        """Start the copies and decodes: K is decoded while V crosses.
-
-        Words that cross alone are released by `FetchBuffers.release`.
-        """
-        crosses = self.nbytes > 0
-        copies, decodes, copied = streams.copies, streams.decodes, buffers.copied
-        if crosses:
-            with copies.on():
-                copies.wait(buffers.words.released)
-                for i, each in enumerate(self._copies):
-                    copy_pieces(each)
-                    if self.decoded:
-                        copied[i] = copies.record(copied[i])
-                if not self.decoded:
-                    copied[0] = copies.record(copied[0])
-        if not self.decoded:
-            buffers.words.ready = copied[0] if crosses else None
-            return
-        with decodes.on():
-            decodes.wait(buffers.out.released)
-            for i, each_decode in enumerate(self._decodes):
-                if crosses:
-                    decodes.wait(copied[i])
-                for decode in each_decode:
-                    decode()
-            # Decoding is also the last use of the packed words.
-            buffers.out.ready = buffers.words.released = decodes.record(buffers.out.ready)
+    return True
 
 
-def _copies(
-    histories: Sequence[PackedHistory], words: Sequence[torch.Tensor]
-) -> list[list[tuple[torch.Tensor, torch.Tensor]]]:
-    """Return the copies that bring the words of histories to where they are to be."""
-    return [
-        history.words.transfers(there) if isinstance(history.words, HostWords) else []
-        for history, there in zip(histories, words, strict=True)
-    ]
+Buffer = TypeVar("Buffer", WordBuffer, TokenBuffer)
 
 
-#: Returns the rows of a segment.
-IdsOf = Callable[[Segment], torch.Tensor]
+def holding(buffers: Sequence[Buffer], histories: Sequence[PackedHistory]) -> Buffer | None:
+    """Return the buffer that holds histories, or is being filled with them, unchanged since."""
+    for buffer in buffers:
+        content = buffer.content
+        if content is None or len(content.revisions) != len(histories):
+            continue
+        for revision, history in zip(content.revisions, histories, strict=True):
+            if revision() is not history.packed.revision:
+                break
+        else:
+            return buffer
+    return None
+
+
+def next_free(buffers: Sequence[Buffer], turn: int) -> Buffer | None:
+    """Return the next buffer that nobody is to read, if any.
+
+    It was released, or its histories have changed, or are gone.
+    """
+    for i in range(turn, turn + len(buffers)):
+        buffer = buffers[i % len(buffers)]
+        if buffer.content is None:
+            return buffer
+        for revision in buffer.content.revisions:
+            if revision() is None:
+                return buffer
+    return None
 
 
 def _aligned(nbytes: int) -> int:

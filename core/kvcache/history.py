@@ -12,8 +12,9 @@ import torch
 from ..dtypes import dense
 from ..engine.kernels import kernels_for
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
-from .index import beam_index, repeat_count, sequence_index
+from .index import beam_index, indexed, repeat_count, sequence_index
 from .model_codecs import FirstCodec
+from .options import check_options
 from .packed_tokens import Commit, PackedTokens, Revision
 from .packing import Plans
 from .segment import Segment
@@ -250,8 +251,8 @@ class PackedHistory:
         new : torch.Tensor
             ``[B, H, n, D]``.
         """
-        first = [self.head] if self.head.shape[2] else []
-        there = [self.tail] if self.length or not new else []
+        first = [self.head] if self._sinks and self.head.shape[2] else []
+        there = [self._tail.tokens] if self._tail.length or self.length or not new else []
         return torch.cat([*first, *packed, *there, *new], dim=-2)
 
     def decode_packed(self) -> list[torch.Tensor]:
@@ -296,6 +297,18 @@ class PackedHistory:
         ArgumentTypeError
             For another dtype or device.
         """
+        there, shape = self._tail.memory, tokens.shape
+        like = there.shape
+        if (
+            self._tail.length
+            and len(shape) == 4
+            and shape[0] == like[0]
+            and shape[1] == like[1]
+            and shape[3] == like[3]
+            and tokens.dtype == there.dtype
+            and tokens.device == self._device
+        ):
+            return
         if tokens.dim() != 4:
             raise ArgumentError(
                 f"{self._kind}: shape {list(tokens.shape)}, expected [B, H, tokens, D]"
@@ -306,7 +319,6 @@ class PackedHistory:
             )
         if self.length == 0:
             return
-        there = self._tail.memory
         if tokens.dtype != there.dtype:
             raise ArgumentTypeError(
                 f"{self._kind}: dtype {tokens.dtype}, the cache holds {there.dtype}; a model "
@@ -341,14 +353,19 @@ class PackedHistory:
         """
         if not checked:
             self.check(tokens)
-        queue = self.words.link.packing
-        if len(queue):
+        queue = self.packed.words.link.packing
+        if queue.histories:
             kernels_for(self._device)  # the error of an earlier decode there is not the queue's
             queue.advance()
         if self.packed.packs:
             self._retire(wait=False)
-        before = self.length
         new = tokens.detach() if tokens.requires_grad else tokens
+        if self._tail.length and self.head.shape[2] == self._sinks:  # as for each token
+            self._tail.append(new, self._tail_room_tokens)
+            if pack and self._tail.length - self._window >= self._block_tokens:
+                self._pack_new(self.length - new.shape[2])
+            return
+        before = self.length
         if before == 0:
             self.packed.start(new)
         first = self._sinks - before
@@ -363,13 +380,17 @@ class PackedHistory:
         else:
             self.tail = new
         if pack:
-            try:
-                self.pack()
-            except Exception:
-                self.crop(before)
-                raise
+            self._pack_new(before)
         if self._tail.memory is new:  # the caller's, or a view of something larger
             self.tail = new.clone(memory_format=torch.contiguous_format)
+
+    def _pack_new(self, before: int) -> None:
+        """Pack what is due, or leave the tokens as they were before the new ones."""
+        try:
+            self.pack()
+        except Exception:
+            self.crop(before)
+            raise
 
     def pack(self) -> None:
         """Pack what has left the window, as `append` does.
@@ -456,7 +477,7 @@ class PackedHistory:
             For an index that names no sequences; nothing has changed then.
         """
         found = beam_index(index, self.batch, self.device, "index")
-        self.prepare_take(lambda t, dim: _indexed(t, dim, found))()
+        self.prepare_take(lambda t, dim: indexed(t, dim, found))()
 
     def repeat(self, repeats: int) -> None:
         """Put each sequence `repeats` times in a row; no packed byte is moved."""
@@ -484,7 +505,7 @@ class PackedHistory:
         once and waits for the device.
         """
         found = sequence_index(index, self.batch, "index").to(self.device)
-        self.prepare_take(lambda t, dim: _indexed(t, dim, found))()
+        self.prepare_take(lambda t, dim: indexed(t, dim, found))()
         self.pack_anew()
 
     def prepare_take(self, take: Take) -> Commit:
@@ -498,6 +519,13 @@ class PackedHistory:
         head = take(self.head, 0) if self.head.shape[2] else self.head
         tail = take(self.tail, 0)
         return partial(self._commit, self.packed.prepare_take(take), head, tail)
+
+    def prepare_move(self, words: Words) -> Commit:
+        """Return a commit that keeps the packed words in another, empty store of the same reader.
+
+        See `PackedTokens.prepare_move`.
+        """
+        return self.packed.prepare_move(words)
 
     def pack_anew(self) -> None:
         """Pack the remaining sequences again if they are less than half of the packed ones.
@@ -569,29 +597,3 @@ class PackedHistory:
         self.__dict__.update({"_tail_room_tokens": 0, **state})
         del self.__dict__["tail"]
         self.head, self.tail = state["head"].view(dtype), tail.view(dtype)
-
-
-def check_options(window: int, block_tokens: int, reserve_tokens: int = 0, sinks: int = 0) -> None:
-    """Raise for options that a history does not accept."""
-    for name, value in (
-        ("window", window),
-        ("block_tokens", block_tokens),
-        ("reserve_tokens", reserve_tokens),
-        ("sinks", sinks),
-    ):
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise ArgumentTypeError(f"{name}: expected an int, got {value!r:.60}")
-        if value < 0:
-            raise ArgumentError(f"{name}: {value}, accepted are numbers from 0")
-    if not 1 <= block_tokens <= 4096 or block_tokens & (block_tokens - 1):
-        raise ArgumentError(
-            f"block_tokens: {block_tokens}, accepted are powers of two from 1 to 4096"
-        )
-
-
-def _indexed(t: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
-    """Index dimension 0 or 1 of a tensor."""
-    if t.is_floating_point() and t.itemsize == 1:
-        # As bytes: torch 2.8 cannot index 8-bit floats on the CPU.
-        return _indexed(t.view(torch.uint8), dim, index).view(t.dtype)
-    return t[index] if dim == 0 else t[:, index]

@@ -92,6 +92,14 @@ def repeat_count(repeats: Any) -> int:
     return count
 
 
+def indexed(t: torch.Tensor, dim: int, index: Any) -> torch.Tensor:
+    """Index dimension 0 or 1 of a tensor."""
+    if t.is_floating_point() and t.itemsize == 1:
+        # As bytes: torch 2.8 cannot index 8-bit floats on the CPU.
+        return indexed(t.view(torch.uint8), dim, index).view(t.dtype)
+    return t[index] if dim == 0 else t[:, index]
+
+
 def _as_tensor(index: Any, name: str) -> torch.Tensor:
     if not isinstance(index, torch.Tensor):
         try:

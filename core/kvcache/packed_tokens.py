@@ -443,6 +443,35 @@ class PackedTokens:
         self.words.trim()
         self._change()
 
+    def prepare_move(self, words: Words) -> Commit:
+        """Return a commit that keeps the words in another store, which they are copied to now.
+
+        Nothing waits for a GPU. Nothing but the store has changed before the commit is called.
+
+        Parameters
+        ----------
+        words : Words
+            An empty store.
+
+        Raises
+        ------
+        BitslabError, torch.cuda.OutOfMemoryError
+            When there is no memory for them.
+        """
+        n_words = self.words.n_words
+        if n_words:
+            there = self.words.fetch()[:n_words]
+            # No room ahead: packed words take no more than raw tokens do.
+            words.append(there, made=self._made(), tokens=self.length, most=n_words)
+        return partial(self._replace_words, words)
+
+    def _replace_words(self, words: Words) -> None:
+        before, self.words = self.words, words
+        if words.on_host and not before.on_host:
+            self.moved_to_host_bytes += 4 * words.n_words
+        before.clear()
+        self._change()
+
     def _made(self) -> torch.cuda.Event | None:
         """Return an event behind what was written on the current stream."""
         if self._link.device.type != "cuda":

@@ -45,10 +45,15 @@ class PackingQueue:
 
     A history is in the queue from the append that brought a prompt until its blocks are packed.
     Each append of any of them goes on with all.
+
+    Attributes
+    ----------
+    histories : list of references to Packs
+        The histories.
     """
 
     def __init__(self) -> None:
-        self._histories: list[ref[Packs]] = []
+        self.histories: list[ref[Packs]] = []
 
     @property
     def nbytes(self) -> int:
@@ -56,12 +61,12 @@ class PackingQueue:
         return sum(history.tail_bytes for history in self._there())
 
     def __len__(self) -> int:
-        return len(self._histories)
+        return len(self.histories)
 
     def add(self, history: Packs) -> None:
         """Go on with a history whenever others append, until nothing of it is on its way."""
         if all(history is not other for other in self._there()):
-            self._histories.append(ref(history))
+            self.histories.append(ref(history))
 
     def advance(self) -> None:
         """Go on with all histories as far as that needs no waiting, and wait where there are many.
@@ -72,7 +77,7 @@ class PackingQueue:
             That of a history, whose name it gives. Its tokens are there, unpacked, and the next
             call tries again; so after any other error.
         """
-        if not self._histories:
+        if not self.histories:
             return
         for history in self._there():
             _pack_on(history, wait=False)
@@ -94,19 +99,19 @@ class PackingQueue:
         BitslabError
             As `advance`.
         """
-        while self._histories:
+        while self.histories:
             for history in self._there():
                 _pack_on(history, wait=True)
             self._drop_packed()
 
     def _there(self) -> list[Packs]:
         """Return the histories that have not been collected."""
-        return [history for each in self._histories if (history := each()) is not None]
+        return [history for each in self.histories if (history := each()) is not None]
 
     def _drop_packed(self) -> list[Packs]:
         """Forget histories of which nothing is on its way; return the others."""
         left = [history for history in self._there() if history.samples or history.packs]
-        self._histories = [ref(history) for history in left]
+        self.histories = [ref(history) for history in left]
         return left
 
 

@@ -10,7 +10,7 @@ import torch
 from ..engine.kernels.cuda.stream import current_stream
 from ..errors import ArgumentError, ArgumentTypeError
 from .arena import HostArena
-from .fetching import FetchBuffers
+from .fetching import TokenBuffer, WordBuffer, holding, next_free
 from .gathering import RowGatherer
 from .history import PackedHistory
 from .learning import LearningQueue
@@ -18,7 +18,9 @@ from .link import Link
 from .segment import Segment
 from .words import DeviceWords, HostWords, Words
 
-#: The histories of one layer are used while those of the next are fetched.
+#: Buffers for packed words: those of one layer are read while those of the next cross. And for
+#: decoded tokens, of which the second takes memory only where other tokens are read meanwhile: the
+#: caches copy what they have read at once, before the next layer is decoded.
 BUFFERS = 2
 #: Sets of row numbers that are kept: layers grow one after the other.
 KEPT_IDS = 3
@@ -30,16 +32,17 @@ SLAB_BYTES = 64 << 20
 class HistoryReader:
     """Reads histories of one device, whose words are in its stores, and prefetches the next ones.
 
-    On a GPU the packed words of a history in host memory cross by the copy engine on one stream and
-    are decoded on another, into one of two buffers; events order the streams, the host waits for
-    nothing. On the CPU a history is decoded when it is read, from words in one tensor.
+    On a GPU the packed words of a history in host memory cross by the copy engine on one stream,
+    into one of two buffers, and are decoded on another, into another buffer; events order the
+    streams, the host waits for nothing. On the CPU a history is decoded when it is read, from words
+    in one tensor.
 
     Parameters
     ----------
     device : torch.device
         Where K and V are used.
     offload : bool
-        Whether packed words lie in host memory; else on the device.
+        Whether `new_words` places packed words in host memory by default; else on the device.
     sm_budget : int or None
         Multiprocessors that decoding may use; all when None.
     histories : int
@@ -70,10 +73,10 @@ class HistoryReader:
 
     def _start(self) -> None:
         streams = self.link.streams
-        self._buffers = (
-            [] if streams is None else [FetchBuffers(self.device, streams) for _ in range(BUFFERS)]
-        )
-        self._turn = 0
+        n = 0 if streams is None else BUFFERS
+        self._words = [WordBuffer(self.device, streams) for _ in range(n) if streams is not None]
+        self._tokens = [TokenBuffer(self.device, streams) for _ in range(n) if streams is not None]
+        self._word_turn = self._token_turn = 0
         self.chosen = RowGatherer(self.link, self.sm_budget)
         self._ids: dict[tuple[int, ...], torch.Tensor] = {}  # of segments, by their key
 
@@ -91,18 +94,21 @@ class HistoryReader:
     def buffer_bytes(self) -> int:
         """Bytes on the device of the fetch buffers; 0 on the CPU."""
         ids = sum(t.nbytes for t in self._ids.values())
-        return ids + sum(buffers.nbytes for buffers in self._buffers)
+        words = sum(buffer.memory.nbytes for buffer in self._words)
+        return ids + words + sum(buffer.nbytes for buffer in self._tokens)
 
-    @property
-    def stages(self) -> bool:
-        """Whether packed words are copied to the device to be read there."""
-        return self.offload and self.link.streams is not None
+    def new_words(self, *, on_host: bool | None = None) -> Words:
+        """Return an empty store of words for a history.
 
-    def new_words(self) -> Words:
-        """Return an empty store of words for a history."""
-        if self.offload and self.link.streams is not None:
+        Parameters
+        ----------
+        on_host : bool, optional
+            Whether they lie in host memory; left out, as the reader's `offload` says.
+        """
+        on_host = self.offload if on_host is None else on_host
+        if on_host and self.link.streams is not None:
             return HostWords(self.arena, self.link)
-        return DeviceWords(self.link, on_host=self.offload)
+        return DeviceWords(self.link, on_host=on_host)
 
     def expect(self, histories: int) -> None:
         """Set the number of histories expected in all."""
@@ -113,11 +119,9 @@ class HistoryReader:
 
         On a GPU this includes memory made ahead; what histories no longer use is the arena's again.
         """
-        if not self.offload:
-            return 0
         if self.link.streams is not None:
             return self.arena.nbytes
-        return sum(history.words.nbytes for history in histories)
+        return sum(history.words.nbytes for history in histories if history.words.on_host)
 
     def finish_packing(self) -> None:
         """Pack what has left the windows of all histories; waits for the device.
@@ -150,13 +154,17 @@ class HistoryReader:
             For each history its segments, oldest first: ``[B, H, tokens, D]``, contiguous. On a GPU
             the current stream waits for them; they hold until `done`.
         """
-        if self.link.streams is None:
+        link = self.link
+        if link.streams is None:
             return [history.decode_packed() for history in histories]
-        if not any(history.packed_tokens for history in histories):
+        if not _packed(histories):
             return [[] for _ in histories]
-        buffers = self._used(histories, decoded=True)
-        assert buffers.fetched is not None
-        return [list(tokens) for tokens in buffers.fetched.tokens]
+        buffer = holding(self._tokens, histories) or self._decode(histories)
+        # Until `done`, others must use the other buffer.
+        self._token_turn = (self._tokens.index(buffer) + 1) % BUFFERS
+        buffer.use(current_stream(link.device))
+        assert buffer.content is not None
+        return [list(tokens) for tokens in buffer.content.tokens]
 
     def stage(self, histories: Sequence[PackedHistory]) -> list[torch.Tensor]:
         """Return the packed words of histories where kernels of their device read them.
@@ -170,20 +178,37 @@ class HistoryReader:
         -------
         list of torch.Tensor
             For each int32, its words and PAD_WORDS behind them. On a GPU the current stream waits
-            for them; they hold until `done`.
+            for them; they hold until `done_words`.
         """
-        if not self.stages:
+        if not histories[0].packed.words.crosses:
             return [history.words.fetch() for history in histories]
-        buffers = self._used(histories, decoded=False)
-        assert buffers.fetched is not None
-        return list(buffers.fetched.words)
+        buffer = holding(self._words, histories) or self._copy(histories, each=False)
+        self._word_turn = (self._words.index(buffer) + 1) % BUFFERS
+        buffer.use(current_stream(self.link.device))
+        assert buffer.content is not None
+        return buffer.content.words
 
-    def prefetch(
-        self, histories: Sequence[PackedHistory], *, decoded: bool = True, early: bool = False
-    ) -> None:
-        """Start to fetch histories that will be read next, unless they are in flight.
+    def prefetch(self, histories: Sequence[PackedHistory]) -> None:
+        """Start to fetch and decode histories that `read` returns next, unless that is under way.
 
         Waits for nothing.
+
+        Parameters
+        ----------
+        histories : sequence of PackedHistory
+            Of this reader; the K and V of a layer.
+        """
+        if self.link.streams is None or not _packed(histories):
+            return
+        if holding(self._tokens, histories) is None:
+            self._decode(histories)
+
+    def prefetch_words(
+        self, histories: Sequence[PackedHistory], *, decoded: bool, early: bool = False
+    ) -> None:
+        """Start to copy packed words of histories that are read soon, unless that is under way.
+
+        Waits for nothing, and does nothing where they do not cross.
 
         Parameters
         ----------
@@ -192,42 +217,30 @@ class HistoryReader:
         decoded : bool
             Whether `read` is to follow, or `stage`.
         early : bool
-            Whether others are read before them: only into buffers that hold nothing for those.
+            Whether others are read before them: only into a buffer that holds nothing for those.
         """
-        if self.link.streams is None or not (decoded or self.offload):
+        if not histories[0].packed.words.crosses or not _packed(histories):
             return
-        if self._holding(histories, decoded) is not None:
+        if early and next_free(self._words, 0) is None:
             return
-        if early and not any(buffers.free for buffers in self._buffers):
+        if holding(self._words, histories) is not None:
             return
-        if any(history.packed_tokens for history in histories):
-            self._fetch(histories, decoded)
+        if not decoded or holding(self._tokens, histories) is None:
+            self._copy(histories, each=decoded)
 
     def done(self, histories: Sequence[PackedHistory]) -> None:
-        """Release what `read` or `stage` returned, after work on the current stream."""
-        for buffers in self._buffers:
-            if buffers.holds(histories):
-                buffers.release(current_stream(self.device))
-                buffers.forget()
+        """Release what `read` returned, after work on the current stream."""
+        buffer = holding(self._tokens, histories)
+        if buffer is not None:
+            buffer.release(current_stream(self.link.device))
+
+    def done_words(self, histories: Sequence[PackedHistory]) -> None:
+        """Release what `stage` returned, after work on the current stream."""
+        buffer = holding(self._words, histories)
+        if buffer is not None:
+            buffer.release(current_stream(self.link.device))
 
     # Inside
-
-    def _holding(self, histories: Sequence[PackedHistory], decoded: bool) -> FetchBuffers | None:
-        """Return the buffers whose last fetch was of these histories, unchanged since."""
-        for buffers in self._buffers:
-            if buffers.holds(histories, decoded=decoded):
-                return buffers
-        return None
-
-    def _used(self, histories: Sequence[PackedHistory], *, decoded: bool) -> FetchBuffers:
-        """Return buffers that hold histories, for which the current stream waits."""
-        buffers = self._holding(histories, decoded)
-        if buffers is None:
-            buffers = self._fetch(histories, decoded)
-        # The next fetch must use the other buffers.
-        self._turn = (self._buffers.index(buffers) + 1) % BUFFERS
-        buffers.use(current_stream(self.device))
-        return buffers
 
     def _ids_of(self, segment: Segment) -> torch.Tensor:
         """Return the row numbers of a segment, shared with segments of the same key."""
@@ -242,15 +255,27 @@ class HistoryReader:
         self._ids[key] = found  # the last used one last
         return found
 
-    def _fetch(self, histories: Sequence[PackedHistory], decoded: bool) -> FetchBuffers:
-        """Start to fetch histories into the next buffers."""
-        in_turn = [*self._buffers[self._turn :], *self._buffers[: self._turn]]
-        # Not those of a layer that attention has yet to read.
-        buffers = next((each for each in in_turn if each.free), in_turn[0])
-        self._turn = (self._buffers.index(buffers) + 1) % BUFFERS
-        fetch = buffers.fetch(histories, self._ids_of, self.sm_budget, decoded=decoded)
-        self.link.fetched_bytes += fetch.nbytes
-        return buffers
+    def _decode(self, histories: Sequence[PackedHistory]) -> TokenBuffer:
+        """Start to decode histories into the next buffer."""
+        words = None
+        if histories[0].packed.words.crosses:
+            words = holding(self._words, histories) or self._copy(histories, each=True)
+            self._word_turn = (self._words.index(words) + 1) % BUFFERS
+        # Not that of a layer that has yet to be read, as long as there is another.
+        buffer = next_free(self._tokens, 0) or self._tokens[self._token_turn]
+        buffer.fetch(histories, words, self._ids_of, self.sm_budget)
+        return buffer
+
+    def _copy(self, histories: Sequence[PackedHistory], *, each: bool) -> WordBuffer:
+        """Start to copy the words of histories into the next buffer."""
+        buffer = next_free(self._words, self._word_turn) or self._words[self._word_turn]
+        self._word_turn = (self._words.index(buffer) + 1) % BUFFERS
+        before = buffer.memory
+        self.link.fetched_bytes += buffer.fetch(histories, each=each).nbytes
+        if buffer.memory is not before:
+            for tokens in self._tokens:
+                tokens.forget_plans()
+        return buffer
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the buffers."""
@@ -259,6 +284,14 @@ class HistoryReader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
+
+
+def _packed(histories: Sequence[PackedHistory]) -> bool:
+    """Return whether any has packed tokens."""
+    for history in histories:
+        if history.packed.length:
+            return True
+    return False
 
 
 def check_sm_budget(sm_budget: object) -> None:

@@ -52,7 +52,8 @@ class Tail:
         n: int = tokens.shape[2]
         end = self.length + n
         if not most_room:
-            self.memory = self._tokens = torch.cat([self.tokens, tokens], dim=2)
+            there = self.tokens if self._tokens is None else self._tokens
+            self.memory = self._tokens = torch.cat([there, tokens], dim=2)
             self.length, self._room_end = end, 0
             return
         if end > self._room_end:

@@ -24,13 +24,16 @@ class Words(Protocol):
     link : Link
         The link to the device that decodes them.
     on_host : bool
-        Whether they are in host memory, and cross the link.
+        Whether they are in host memory.
+    crosses : bool
+        Whether they are copied to the device to be read: in host memory, for a GPU.
     n_words : int
         How many there are.
     """
 
     link: Link
     on_host: bool
+    crosses: bool
     n_words: int
 
     @property
@@ -87,6 +90,10 @@ class Words(Protocol):
         """Give back memory that lies behind the words and is a piece of its own."""
         ...
 
+    def clear(self) -> None:
+        """Remove all words and give the memory back."""
+        ...
+
     def fetch(self) -> torch.Tensor:
         """Return all words and PAD_WORDS behind them, on the device, for the current stream."""
         ...
@@ -121,6 +128,7 @@ class HostWords:
     def __init__(self, arena: HostArena, link: Link) -> None:
         self._arena = arena
         self.link = link
+        self.crosses = link.streams is not None
         self._pieces: list[torch.Tensor] = []
         self._ahead_words = 0
         self._allowed = 0
@@ -134,9 +142,8 @@ class HostWords:
     def reserve(self, n_words: int) -> None:
         """Make the first piece have room for `n_words` words."""
         if self.nbytes < 4 * n_words:
-            if self._allowed:
-                self._arena.allow(self._allowed, 0)
-            self._pieces, self._ahead_words, self._allowed = [], n_words, 0
+            self.clear()
+            self._ahead_words = n_words
 
     def expect(self, n_words: int, raw_words: int, *, tokens: int) -> None:
         """Make memory ready while the device packs, in the arena's threads."""
@@ -240,6 +247,12 @@ class HostWords:
             kept += 1
         del self._pieces[kept:]
 
+    def clear(self) -> None:
+        """Give all pieces back to the arena."""
+        if self._allowed:
+            self._arena.allow(self._allowed, 0)
+        self._pieces, self._ahead_words, self._allowed, self.n_words = [], 0, 0, 0
+
     def _take(self, least: int, wanted: int, others: int = 0) -> torch.Tensor:
         return self._arena.take(least, wanted, others=others, pending=self.link.pending)
 
@@ -279,6 +292,8 @@ class DeviceWords:
     on_host : bool
         Whether that is host memory: on the CPU.
     """
+
+    crosses = False
 
     def __init__(self, link: Link, *, on_host: bool = False) -> None:
         self.link = link
@@ -344,6 +359,10 @@ class DeviceWords:
 
     def trim(self) -> None:
         """Keep the tensor, which is one piece."""
+
+    def clear(self) -> None:
+        """Drop the tensor; streams that read it are known to torch's allocator."""
+        self._words, self._ahead_words, self.n_words = self._words.new_zeros(PAD_WORDS), 0, 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Take the words along, in memory of their exact size."""

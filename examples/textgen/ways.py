@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from bitslab.errors import ArgumentError
+from bitslab.kvcache import Offload
 from bitslab.offload import OffloadedModel, find_offloaded
 
 WEIGHTS = {
@@ -43,7 +44,7 @@ class CacheOptions:
 
     window: int = 128
     block_tokens: int = 64
-    offload: bool = True
+    offload: Offload = True
     error: float = 0.055
 
 
@@ -69,11 +70,12 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes of a layer's weights or of its K and V, and packed."""
+    """Bytes of a layer's weights or of its K and V, packed, and of these in host memory."""
 
     name: str
     raw_bytes: int
     packed_bytes: int
+    host_bytes: int | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -84,6 +86,7 @@ class Size:
             "name": self.name,
             "raw_bytes": self.raw_bytes,
             "packed_bytes": self.packed_bytes,
+            "host_bytes": self.host_bytes,
             "ratio": self.ratio,
         }
 
@@ -184,7 +187,9 @@ def cache_sizes(cache: Any) -> list[Size]:
     for i, layer in enumerate(cache.layers):
         stats = [history.stats() for history in getattr(layer, "histories", ())]
         raw, packed = (sum(s[name] for s in stats) for name in ("packed_raw_bytes", "packed_bytes"))
-        found.append(Size(f"layer {i}", int(raw), int(packed)))
+        words = [history.words for history in getattr(layer, "histories", ())]
+        on_host = sum(4 * each.n_words for each in words if each.on_host)
+        found.append(Size(f"layer {i}", int(raw), int(packed), on_host))
     return found
 
 

@@ -17,7 +17,7 @@ from bitslab.integrations.transformers.packed_cache import (
     exported_as_constant,
 )
 from bitslab.integrations.transformers.selectors import KVSelector
-from bitslab.kvcache import check_options
+from bitslab.kvcache import Offload, check_options
 
 
 @exported_as_constant
@@ -35,8 +35,12 @@ class CompressedCache(PackedCache):
         The model's. Layers of other kinds than full attention (sliding window, linear, hybrid,
         shared) are transformers' own. Where there is no other kind the cache is a plain one, as
         `stats` says.
-    offload : bool
-        Whether packed history lies in page-locked host memory; else on the layer's device.
+    offload : bool, float or "auto"
+        The part of the packed history that lies in page-locked host memory: True, all of it; False
+        or 0, nothing; a share between, rounded to whole layers, evenly spread, whose words cross
+        while the layers up to them compute. "auto" begins with all, and after some tokens keeps as
+        many layers there as cross while the others compute, more where the device lacks room. The
+        rest is packed on the layer's device.
     device : torch.device or str, optional
         Where K and V are used: refuses others. Left out, each layer takes it from its first K.
     window : int
@@ -62,8 +66,9 @@ class CompressedCache(PackedCache):
 
     Notes
     -----
-    On a GPU the packed and the decoded K and V of two layers lie in buffers that all layers share,
-    and `update` joins those of one with its last tokens.
+    On a GPU the decoded K and V of one layer, and packed words of two that cross, lie in buffers
+    that all layers share. `update` joins the decoded ones with the last tokens, so that K and V of
+    two layers are there unpacked at most, and the next layer is decoded while this one computes.
 
     Encoder-decoder models are given a cache for each kind of attention, as
     ``EncoderDecoderCache(CompressedCache(config), DynamicCache(config=config))``, both of which may
@@ -109,7 +114,7 @@ class CompressedCache(PackedCache):
         self,
         config: PreTrainedConfig,
         *,
-        offload: bool = True,
+        offload: Offload = True,
         device: torch.device | str | None = None,
         window: int = 128,
         block_tokens: int = 64,

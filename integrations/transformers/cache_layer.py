@@ -125,25 +125,24 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append K and V of a layer that has a reader; see `update`."""
         assert self._reader is not None
-        new = [key_states, value_states]
-        for history, tokens in zip(self.histories, new, strict=True):
-            history.check(tokens)
-        before = self.get_seq_length()
-        chosen = self._choose(key_states.shape[2], before)
+        of_keys, of_values = self.histories
+        of_keys.check(key_states)
+        of_values.check(value_states)
+        before = of_keys.length
+        chosen = None if self.scores is None else self._choose(key_states.shape[2], before)
         if chosen is None:
-            decoded = self._reader.read(self.histories)
-        else:
-            decoded = [[packed] for packed in chosen.gathered.get()]
-        self._count(chosen)
-        keys, values = (
-            history.joined(packed, tokens)
-            for packed, history, tokens in zip(decoded, self.histories, new, strict=True)
-        )
-        if chosen is None:
+            of_k, of_v = self._reader.read(self.histories)
+            keys = of_keys.joined(of_k, key_states)
+            values = of_values.joined(of_v, value_states)
             self._reader.done(self.histories)
+        else:
+            k, v = chosen.gathered.get()
+            keys = of_keys.joined([k], key_states)
+            values = of_values.joined([v], value_states)
+        self._count(chosen)
         try:
-            for history, tokens in zip(self.histories, new, strict=True):
-                history.append(tokens, checked=True)
+            of_keys.append(key_states, checked=True)
+            of_values.append(value_states, checked=True)
         except Exception:
             self.keep_first(before)
             raise
@@ -151,6 +150,11 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             selection = None if chosen is None else chosen.selection
             Attended(self._selector, self.scores, selection).attach_to(keys)
         return keys, values
+
+    @property
+    def reads_words(self) -> bool:
+        """Whether packed words are read as they are, and not decoded first."""
+        return False
 
     def prefetch(self) -> None:
         """Start to fetch and decode what the next `update` returns; waits for nothing."""
@@ -164,6 +168,17 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             if self._ahead is None:
                 self._reader.prefetch(self.histories)
 
+    def prefetch_words(self, *, early: bool = False) -> None:
+        """Start to copy the packed words that `update` reads soon; waits for nothing.
+
+        Parameters
+        ----------
+        early : bool
+            Whether other layers are read before; see `HistoryReader.prefetch_words`.
+        """
+        if self._reader is not None and self.scores is None:
+            self._reader.prefetch_words(self.histories, decoded=True, early=early)
+
     @property
     def batch(self) -> int:
         """Sequences; 0 before there are any."""
@@ -172,7 +187,10 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     @property
     def packed_tokens(self) -> int:
         """Tokens of a sequence whose K and V are packed."""
-        return min((history.packed_tokens for history in self.histories), default=0)
+        if not self.histories:
+            return 0
+        of_keys, of_values = self.histories
+        return min(of_keys.packed.length, of_values.packed.length)
 
     def offload(self) -> None:
         """Do nothing: packed tokens are offloaded already."""
@@ -313,7 +331,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return _Chosen(selection, self._reader.chosen.gather(self.histories, selection))
 
     def _count(self, chosen: _Chosen | None) -> None:
-        there = self.packed_tokens
+        of_keys, of_values = self.histories
+        there = min(of_keys.packed.length, of_values.packed.length)
         self.there_tokens += there
         if chosen is None:
             self.read_tokens += there

@@ -22,7 +22,7 @@ from bitslab.integrations.transformers.packed_cache import (
     exported_as_constant,
 )
 from bitslab.integrations.transformers.selectors import KVSelector
-from bitslab.kvcache import Commit, TileOptions, check_options
+from bitslab.kvcache import Commit, Offload, TileOptions, check_options
 
 #: Multiples of it, without their whole part, lie evenly between 0 and 1 however many they are.
 _GOLDEN = (5**0.5 - 1) / 2
@@ -65,8 +65,12 @@ class KVCompCache(PackedCache):
         First and last tokens of a sequence that are kept as they came, on the device.
     block_tokens : int
         Tokens that are packed and moved together; a power of two from 16 to 4096.
-    offload : bool
-        Whether packed history lies in page-locked host memory; else on the layer's device.
+    offload : bool, float or "auto"
+        The part of the packed history that lies in page-locked host memory: True, all of it; False
+        or 0, nothing; a share between, rounded to whole layers, evenly spread, whose words cross
+        while the layers up to them compute. "auto" begins with all, and after some tokens keeps as
+        many layers there as cross while the others compute, more where the device lacks room. The
+        rest is packed on the layer's device.
     device : torch.device or str, optional
         Where K and V are used: refuses others. Left out, each layer takes it from its first K.
     reserve_tokens : int, optional
@@ -135,7 +139,7 @@ class KVCompCache(PackedCache):
         sinks: int = 4,
         window: int = 128,
         block_tokens: int = 64,
-        offload: bool = True,
+        offload: Offload = True,
         device: torch.device | str | None = None,
         reserve_tokens: int | None = None,
         sm_budget: int | None = 64,
@@ -174,7 +178,7 @@ class KVCompCache(PackedCache):
         def make_layer(i: int) -> KVCompLayer:
             plans = histories.tile_plans(self._tiles, i)
             return KVCompLayer(
-                partial(histories.open_tiles, plans),
+                partial(histories.open_tiles, i, plans),
                 partial(histories.open, i),
                 plans,
                 hands,
@@ -203,8 +207,14 @@ class KVCompCache(PackedCache):
             self._hands.look()
         found = super().append_to(layer_idx, key_states, value_states)
         keys = found[0]
-        if isinstance(keys, KVHandle) and isinstance(keys.update, LayerUpdate):
-            keys.update.behind_next = self._layer(self._next[self._next[layer_idx]])
+        if (
+            layer_idx in self._histories.placement.hosted
+            and isinstance(keys, KVHandle)
+            and isinstance(keys.update, LayerUpdate)
+        ):
+            following = self._next_hosted[layer_idx]
+            behind = None if following is None else self._next_hosted[following]
+            keys.update.behind_next = None if behind is None else self._layer(behind)
         self._updated = layer_idx
         return found
 

@@ -119,7 +119,8 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append K and V; handles come back where the attention function reads tiles."""
-        self.settle()
+        if self._waits:
+            self.settle()
         if self.lossless or self.scores is not None or not self._hands.now:
             if self.packed_tokens and not self.lossless:
                 self.dense_passes += 1
@@ -143,20 +144,23 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         self._new_tokens = key_states.shape[2]
         return KVHandle(update, 0, key_states, length), KVHandle(update, 1, value_states, length)
 
-    def prefetch(self, *, early: bool = False) -> None:
-        """Start to fetch what attention reads next: words alone if it read those last.
+    @property
+    def reads_words(self) -> bool:
+        """Whether attention read packed words last, as they are."""
+        return bool(self._stages)
 
-        Parameters
-        ----------
-        early : bool
-            Whether another layer is read before; see `HistoryReader.prefetch`.
-        """
-        if self._reader is None:
-            return
-        if self.scores is not None:
+    def prefetch(self) -> None:
+        """Start to fetch what attention reads next: words alone if it read those last."""
+        if self._stages and self.scores is None:
+            self.prefetch_words()
+        else:
             super().prefetch()
-            return
-        self._reader.prefetch(self.histories, decoded=not self._stages, early=early)
+
+    def prefetch_words(self, *, early: bool = False) -> None:
+        """Start to copy packed words, as of `CompressedLayer`."""
+        if self._reader is not None and self.scores is None:
+            decoded = not self._stages
+            self._reader.prefetch_words(self.histories, decoded=decoded, early=early)
 
     def settle(self, *, later: bool = False) -> None:
         """Pack what has left the windows since the last update, once it was attended to.
@@ -333,7 +337,7 @@ class LayerUpdate:
         self._layer = layer
         self._new = new
         self.length = length
-        #: The layer behind the next one, whose words take the place of those that were read.
+        #: The layer whose words take the place of those that were read.
         self.behind_next: KVCompLayer | None = None
         self._dense: tuple[torch.Tensor, torch.Tensor] | None = None
         self._seen = False
@@ -374,7 +378,7 @@ class LayerUpdate:
             return None
         out = self._layer.attend_packed(query, padding, options)
         if out is not None and self.behind_next is not None:
-            self.behind_next.prefetch(early=True)
+            self.behind_next.prefetch_words(early=True)
         return out
 
     def see(self, query: torch.Tensor, padding: Padding | None, options: Mapping[str, Any]) -> None:

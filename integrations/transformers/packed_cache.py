@@ -17,6 +17,7 @@ from bitslab.integrations.transformers.layer_histories import LayerHistories
 from bitslab.integrations.transformers.selectors import KVSelector
 from bitslab.kvcache import (
     Commit,
+    check_offload,
     check_sm_budget,
     load_kernels,
     repeat_count,
@@ -67,13 +68,15 @@ class PackedCache(DynamicCache, SelfAttentionCache):
         # transformers decides which layers a model has; the plain ones are replaced.
         packed = [i for i, layer in enumerate(self.layers) if type(layer) is DynamicLayer]
         self._check_layers(packed)
+        self._histories.place(packed)
         self._packed = {i: make_layer(i) for i in packed}
         for i, layer in self._packed.items():
             self.layers[i] = layer
-        self._histories.expect(2 * max(1, len(packed)))
         if packed:
             _load_kernels(self._histories.device, getattr(config, "dtype", None))
         self._next = dict(zip(packed, [*packed[1:], *packed[:1]], strict=True))
+        self._next_hosted = self._histories.placement.next_hosted()
+        self._first = min(packed, default=-1)
 
     def _check_layers(self, packed: list[int]) -> None:
         """Raise for layers that cannot be served."""
@@ -134,13 +137,29 @@ class PackedCache(DynamicCache, SelfAttentionCache):
         layer = self._packed.get(layer_idx)
         if layer is None:
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == self._first:
+            self._begin_pass(key_states)
         try:
             found = self.append_to(layer_idx, key_states, value_states)
         except Exception:
             self._undo(layer_idx)
             raise
-        self._packed[self._next[layer_idx]].prefetch()
+        following = self._next[layer_idx]
+        layer = self._packed[following]
+        layer.prefetch()
+        crossing = self._next_hosted[following]
+        # Attention to words as they are asks for the next ones when it has read those before.
+        if crossing is not None and not layer.reads_words:
+            self._packed[crossing].prefetch_words(early=True)
         return found
+
+    def _begin_pass(self, key_states: torch.Tensor) -> None:
+        """Move layers between host and device before a pass, where they are placed by measuring."""
+        if self._histories.placement.balance is None or key_states.dim() != 4:
+            return
+        layers = {i: layer.histories for i, layer in self._packed.items()}
+        if self._histories.rebalance(layers, key_states.shape[2]):
+            self._next_hosted = self._histories.placement.next_hosted()
 
     def append_to(
         self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor
@@ -237,11 +256,14 @@ class PackedCache(DynamicCache, SelfAttentionCache):
             ``raw_bytes`` of all tokens, which a `DynamicCache` takes; ``host_bytes`` and
             ``device_bytes``, all memory that is reserved, each byte once: packed words and metadata
             with room ahead, unpacked tokens, selectors' scores, and ``buffer_bytes`` (of
-            ``device_bytes``) fetch buffers on a GPU, as much as two layers take raw and
-            packed; ``ratio``, raw bytes over both. Of packed tokens: ``packed_raw_bytes``,
-            ``packed_bytes`` and ``kept_raw_bytes`` of `PackedHistory.stats`, their
-            ``packed_ratio``, and ``ratios`` by layer. ``moved_to_host_bytes`` and
-            ``moved_to_device_bytes``, the packed words that were stored and fetched; ``selected``,
+            ``device_bytes``) fetch buffers on a GPU, as much as one layer takes raw and two packed,
+            where they cross; ``ratio``, raw bytes over both. Of packed tokens:
+            ``packed_raw_bytes``, ``packed_bytes`` and ``kept_raw_bytes`` of `PackedHistory.stats`,
+            their ``packed_ratio``, and ``ratios`` by layer. ``moved_to_host_bytes`` and
+            ``moved_to_device_bytes``, the packed words that were stored and fetched;
+            ``host_layers``, the layers whose packed words lie in host memory, with
+            ``packed_host_bytes`` and ``packed_device_bytes``, the words there and on the device,
+            and ``offload``, the share of the first; ``selected``,
             the share of packed tokens that forward passes have fetched; ``refits`` of codecs;
             ``reserved_bytes``, the host memory of packed words, which a reset keeps.
         """
@@ -274,6 +296,11 @@ class PackedCache(DynamicCache, SelfAttentionCache):
         there = sum(layer.there_tokens for layer in self._packed.values())
         read = sum(layer.read_tokens for layer in self._packed.values())
         others = [type(layer).__name__ for i, layer in enumerate(self.layers) if i not in layers]
+        on_host, on_device = (
+            sum(4 * h.words.n_words for h in histories if h.words.on_host is there)
+            for there in (True, False)
+        )
+        hosted = sorted(self._histories.placement.hosted)
         note = "" if layers else f"{NOTHING_PACKED}: {', '.join(sorted(set(others))) or 'none'}"
         return {
             "tokens": self._tokens(),
@@ -283,6 +310,10 @@ class PackedCache(DynamicCache, SelfAttentionCache):
             "note": note,
             **sums,
             "host_bytes": reserved,
+            "host_layers": hosted,
+            "packed_host_bytes": on_host,
+            "packed_device_bytes": on_device,
+            "offload": _share(on_host, on_device, len(hosted) / max(1, len(layers))),
             "moved_to_device_bytes": sum(reader.moved_to_device_bytes for reader in readers),
             "selected": read / there if there else 1.0,
             "reserved_bytes": reserved,
@@ -368,8 +399,7 @@ def check_cache_options(config: object, offload: object, sm_budget: object) -> N
         raise ArgumentTypeError(
             f"config: expected a transformers config, got {type(config).__name__}"
         )
-    if not isinstance(offload, bool):
-        raise ArgumentTypeError(f"offload: expected a bool, got {offload!r:.60}")
+    check_offload(offload)
     check_sm_budget(sm_budget)
 
 
@@ -400,6 +430,11 @@ def _as_they_were(layers: Iterable[Any]) -> Iterator[list[Any]]:
             vars(layer).clear()
             vars(layer).update(state)
         raise
+
+
+def _share(part: float, rest: float, expected: float) -> float:
+    """Return the share of a part, or what is expected of it as long as there is none."""
+    return part / (part + rest) if part + rest else expected
 
 
 def _ratio(raw: float, packed: float) -> float:

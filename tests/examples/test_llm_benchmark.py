@@ -57,8 +57,9 @@ def test_benchmark_measures_all_ways(
     for way in ("plain, on the device", "accelerate cpu_offload", "packed, streamed"):
         assert text.count(f"| {way} ") == 2  # generation, and single passes
     assert text.count("| raw, streamed ") == 1
-    assert "CompressedCache, host" in text and "CompressedCache, device" in text
-    assert text.count(" equal ") == 7 and "DIFFER" not in text
+    for where in ("host", "half on the host", "auto", "device"):
+        assert f"| CompressedCache, {where} " in text
+    assert text.count(" equal ") == 9 and "DIFFER" not in text
     generated = text[: text.index("Weights: one forward pass")]
     tokens = re.findall(r"^\| (\S+).*?\| (\d)  +\|", generated, flags=re.MULTILINE)
     assert tokens == [("plain,", "4"), ("accelerate", "3"), ("packed,", "4"), ("packed,", "4")]

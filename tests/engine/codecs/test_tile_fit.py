@@ -17,6 +17,7 @@ from bitslab.engine.codecs.quantized import (
     TileFit,
     TilePlan,
     dequantise,
+    fit,
     fit_error,
     fit_tiles,
     measured_fit,
@@ -446,6 +447,16 @@ def test_what_a_fit_to_an_error_refuses(changed: dict[str, Any], message: str) -
     given = {"keys": keys, "values": values, "queries": queries, "error": 0.1, **changed}
     with pytest.raises(ArgumentError, match=message):
         fit_error(**given)
+
+
+def test_codes_are_short_where_streams_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes ask for fewer bits that no code takes."""
+    values = sample(tokens=1024, dim=64, seed=3)
+    found = [coded(values, fitted(values, each, tile_tokens=64))[1] for each in SETTINGS]
+    monkeypatch.setattr(fit, "shorten_codes", lambda classes, *_, **__: classes)
+    longer = [coded(values, fitted(values, each, tile_tokens=64))[1] for each in SETTINGS]
+    assert all(0.97 * most < n_words <= most for n_words, most in zip(found, longer, strict=True))
+    assert sum(found) < 0.998 * sum(longer)
 
 
 def test_no_code_is_beyond_all_codes() -> None:

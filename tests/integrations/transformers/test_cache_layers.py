@@ -48,8 +48,8 @@ def feed(cache: Any, n: int, batch: int = 2, dtype: torch.dtype = torch.float32)
 class Caches(RuleBasedStateMachine):
     """Both caches through the operations of generate."""
 
-    @initialize(offload=st.booleans(), window=st.integers(0, 9))
-    def start(self, offload: bool, window: int) -> None:
+    @initialize(offload=st.sampled_from([True, False, 0.5]), window=st.integers(0, 9))
+    def start(self, offload: float, window: int) -> None:
         config = config_of("llama")
         self.ours: Any = compressed(config, offload=offload, window=window, block_tokens=8)
         self.plain: Any = dynamic(config)
@@ -189,7 +189,8 @@ def test_a_config_of_layers_that_transformers_does_not_know() -> None:
     ("options", "error"),
     [
         ({"config": {"num_hidden_layers": 2}}, ArgumentTypeError),
-        ({"offload": "yes"}, ArgumentTypeError),
+        ({"offload": "yes"}, ArgumentError),
+        ({"offload": None}, ArgumentTypeError),
         ({"window": -1}, ArgumentError),
         ({"block_tokens": 100}, ArgumentError),
         ({"reserve_tokens": -1}, ArgumentError),

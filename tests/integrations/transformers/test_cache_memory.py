@@ -42,9 +42,9 @@ def cache_of(**options: Any) -> Any:
 
 
 @pytest.mark.drawn(4)
-@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("offload", [True, False, 0.5], ids=["host", "device", "half"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_no_more_memory_is_reserved_than_raw_tokens_take(kind: str, offload: bool) -> None:
+def test_no_more_memory_is_reserved_than_raw_tokens_take(kind: str, offload: float) -> None:
     """At every length of a sequence that grows from a prompt, short ones as well."""
     for prompt in (1, 200, 600):
         cache = cache_of(offload=offload, window=64)

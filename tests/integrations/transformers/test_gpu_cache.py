@@ -11,6 +11,7 @@ import transformers
 
 import bitslab
 from bitslab.integrations.accelerate import offload_compressed
+from bitslab.integrations.transformers import KVCompCache
 from tests.integrations.transformers.models import (
     CONFIGS,
     SMALL,
@@ -67,6 +68,49 @@ def test_tokens_and_bits_equal_the_plain_run(name: str, mode: str, offload: bool
     assert cache.stats()["packed_tokens"] > 50
 
 
+@pytest.mark.parametrize("share", [0.5, 0.2, "auto"], ids=str)
+@pytest.mark.parametrize("mode", ["greedy", "beam", "prompt-lookup", "chunked-prefill"])
+def test_a_share_in_host_memory_gives_the_same_tokens(mode: str, share: Any) -> None:
+    config = config_of("llama", num_hidden_layers=6)
+    torch.manual_seed(0)
+    model: Any = transformers.LlamaForCausalLM(config)
+    model.to("cuda").eval()
+    prompt = prompt_of().cuda()
+    options = {**MODES[mode], "max_new_tokens": 60}
+    cache = compressed(config, offload=share, **SMALL)
+    expected = generated(model, prompt, dynamic(config), options)
+    assert torch.equal(generated(model, prompt, cache, options), expected)
+    stats = cache.stats()
+    hosted = stats["host_layers"]
+    if share != "auto":
+        assert hosted == ([1, 3, 5] if share == 0.5 else [5])
+    assert (stats["packed_host_bytes"] > 0) == bool(hosted)
+    assert (stats["packed_device_bytes"] > 0) == (len(hosted) < 6)
+
+
+@pytest.mark.parametrize("kind", ["lossless", "kvcomp"])
+def test_layers_move_between_host_and_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the next ones are fetched: the same bits as without."""
+    config = config_of("llama", num_hidden_layers=8, head_dim=128)
+    make: Any = {"lossless": compressed, "kvcomp": KVCompCache}[kind]
+    caches = [make(config, offload=share) for share in ("auto", True)]
+    balance = caches[0]._histories.placement.balance
+    wanted = {5: 3, 20: 0, 30: 8}
+    step = -1
+    monkeypatch.setattr(balance, "begin", lambda tokens: step in wanted)
+    monkeypatch.setattr(balance, "hosted", lambda *_: wanted[step])
+    generator = torch.Generator("cuda").manual_seed(0)
+    for step in range(40):
+        shape = (2, 2, 2000 if not step else 1, 128)
+        for layer in range(8):
+            k, v = (torch.randn(shape, generator=generator, device="cuda").bfloat16() for _ in "kv")
+            found, expected = (past.update(k, v, layer) for past in caches)
+            assert all(map(torch.equal, found, expected))
+        if step in wanted:
+            assert len(caches[0].stats()["host_layers"]) == wanted[step]
+            assert (caches[0].stats()["packed_device_bytes"] > 0) == (wanted[step] < 8)
+
+
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("keep", [None, "packed"], ids=["streamed", "packed"])
 @pytest.mark.parametrize("mode", ["greedy", "sample", "beam"])
@@ -86,13 +130,14 @@ def test_packed_weights_and_a_packed_cache_go_together(mode: str, keep: Any, off
         assert cache.stats()["packed_tokens"] > 50
 
 
-def test_steps_of_a_model_wait_for_nothing(no_waiting) -> None:
+@pytest.mark.parametrize("offload", [True, 0.5], ids=str)
+def test_steps_of_a_model_wait_for_nothing(offload: Any, no_waiting) -> None:
     config = config_of("llama", num_hidden_layers=4, hidden_size=256, head_dim=128)
     torch.manual_seed(0)
     model: Any = transformers.LlamaForCausalLM(config)
     model.to("cuda", torch.bfloat16).eval()
     prompt = prompt_of(length=100).cuda()
-    cache = compressed(config, window=16, block_tokens=16)
+    cache = compressed(config, offload=offload, window=16, block_tokens=16)
     plain = dynamic(config)
     token = prompt[:, :1]
     with torch.no_grad():

@@ -100,7 +100,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "window": ({"window": -1}, "window: -1"),
     "block": ({"block_tokens": 48}, "block_tokens: 48"),
     "block-small": ({"block_tokens": 8}, "block_tokens: 8, accepted are powers of two from 16"),
-    "offload": ({"offload": 1}, "offload: expected a bool"),
+    "offload": ({"offload": 1.5}, "offload: 1.5, accepted are True, False, shares"),
     "sm-budget": ({"sm_budget": 0}, "sm_budget: 0"),
     "device": ({"device": "meta"}, "device"),
 }

@@ -37,9 +37,9 @@ def gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         HistoryReader,
         "new_words",
-        lambda made: (
+        lambda made, on_host: (
             HostWords(made.arena, made.link)
-            if made.offload
+            if on_host
             else DeviceWords(made.link)  # of the device, which is the CPU
         ),
     )
@@ -140,17 +140,17 @@ def test_words_of_two_layers_are_under_way_while_one_computes(
     log: list[Any] = []
     layers = passes.cache.layers
     of = {id(history): i for i, layer in enumerate(layers) for history in layer.histories}
-    fetch, attend = fetching.FetchBuffers.fetch, attending.PackedAttention.attend
+    fetch, attend = fetching.WordBuffer.fetch, attending.PackedAttention.attend
 
-    def logged_fetch(buffers: Any, histories: Any, *args: Any, **options: Any) -> Any:
+    def logged_fetch(buffer: Any, histories: Any, *, each: bool) -> Any:
         log.append(("fetch", of[id(histories[0])]))
-        return fetch(buffers, histories, *args, **options)
+        return fetch(buffer, histories, each=each)
 
     def logged_attend(self: Any, *args: Any, **options: Any) -> Any:
         log.append(("attend", of[id(self._histories[0])]))
         return attend(self, *args, **options)
 
-    monkeypatch.setattr(fetching.FetchBuffers, "fetch", logged_fetch)
+    monkeypatch.setattr(fetching.WordBuffer, "fetch", logged_fetch)
     monkeypatch.setattr(attending.PackedAttention, "attend", logged_attend)
     for _ in range(2):
         passes.run()

@@ -41,6 +41,7 @@ from .symbols import (
     Counts,
     SymbolClass,
     choose_classes,
+    shorten_codes,
 )
 
 #: Names of coders.
@@ -243,6 +244,15 @@ class TileCounts:
             fixed=coder == "fixed",
             exception_bits=32 * fmt.exception_words,
         )
+        if coder != "fixed":
+            classes = shorten_codes(
+                classes,
+                labels,
+                likely,
+                tile_blocks=fmt.blocks,
+                tile_tokens=fmt.tokens,
+                exception_bits=32 * fmt.exception_words,
+            )
         plan = TilePlan(
             format=fmt,
             heads=heads,

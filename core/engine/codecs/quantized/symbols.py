@@ -172,6 +172,57 @@ def choose_classes(
     return [found[c] for c in used], np.asarray(labels, np.int64)
 
 
+def shorten_codes(
+    classes: list[SymbolClass],
+    labels: npt.NDArray[np.int64],
+    counts: Counts,
+    *,
+    tile_blocks: int,
+    tile_tokens: int,
+    exception_bits: int,
+) -> list[SymbolClass]:
+    """Return the classes, their codes as short as saves bits where the streams of a tile end.
+
+    A lane takes a unit as soon as it has fewer bits left than it may need for the codes before it
+    asks again. So it ends with about as many bits that no code takes as it asked for last: two of
+    the longest codes of the class of its last block, one where these are not short. Codes with
+    a lower limit take a little more, and a lane leaves less.
+
+    Parameters
+    ----------
+    classes, labels, counts, exception_bits
+        As of `choose_classes`.
+    tile_blocks : int
+        Blocks of a tile, of which those of each head in `counts` lie in order.
+    tile_tokens : int
+        Tokens of a tile.
+    """
+    price = exception_bits + _REPAIR_BITS
+    last = np.arange(len(labels)) % tile_blocks == tile_blocks - 1
+    # 32 lanes of a tile, whose last block has 16 values of each token.
+    ends = 2 * counts.values * last / tile_tokens
+    found = []
+    for c, best in enumerate(classes):
+        mine = labels == c
+        n_ends, of_class = float(ends[mine].sum()), counts.of(mine)
+        likely, asked = _Likely(of_class), 2 if best.short else 1
+        least = float(best.cost(of_class, price)[0]) + asked * best.bits * n_ends
+        for limit in range(best.bits - 1, 0 if best.short else SHORT_BITS, -1):
+            if not n_ends or (2 * best.radius + 1) ** 2 > 1 << limit:
+                break
+            if best.radius:
+                lengths = _pair_lengths(likely.pairs(best.radius), best.radius, limit, price)
+            else:
+                lengths = _single_lengths(likely.singles(), limit, price)
+            one = SymbolClass(best.radius, _padded(lengths))
+            bits = float(one.cost(of_class, price)[0]) + asked * one.bits * n_ends
+            if bits >= least:
+                break
+            best, least = one, bits
+        found.append(best)
+    return found
+
+
 def _best_symbols(counts: Counts, code_bits: int, fixed: bool, price: int) -> SymbolClass:
     """Return the symbols that code one histogram best."""
     likely = _Likely(counts)

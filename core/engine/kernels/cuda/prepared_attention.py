@@ -155,8 +155,10 @@ class PreparedAttention:
             batch, head, token, _ = query.stride()
         if sinks is not None:
             sinks = sinks.to(torch.float32).contiguous()
-        if not all(run.tokens for run in runs):
-            runs = [run for run in runs if run.tokens]
+        for run in runs:
+            if not run.tokens:
+                runs = [run for run in runs if run.tokens]
+                break
         _, n, query_heads, dim = self._like
         at, to, itemsize = query.data_ptr(), out.data_ptr(), query.element_size()
         first = 0 if first_valid is None else first_valid.data_ptr()

@@ -1,0 +1,168 @@
+"""Which layers lie in host memory: shares, and the balance of crossing and computing."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+
+from bitslab.errors import ArgumentError, ArgumentTypeError
+from bitslab.kvcache import Balance, Placement, check_offload
+from bitslab.kvcache.placement import AGAIN_PASSES, spread
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [(True, 1.0), (False, 0.0), (0, 0.0), (1, 1.0), (0.25, 0.25), ("auto", "auto")],
+    ids=str,
+)
+def test_shares(given: Any, expected: Any) -> None:
+    assert check_offload(given) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "error"),
+    [
+        (1.01, ArgumentError),
+        (-0.1, ArgumentError),
+        (2, ArgumentError),
+        (float("nan"), ArgumentError),
+        ("host", ArgumentError),
+        (None, ArgumentTypeError),
+        ([0.5], ArgumentTypeError),
+    ],
+    ids=str,
+)
+def test_what_is_no_share_is_refused(given: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"offload: .*accepted are True, False, shares from 0 to 1"):
+        check_offload(given)
+
+
+def test_layers_are_evenly_spread() -> None:
+    for n in range(1, 20):
+        for chosen in range(n + 1):
+            found = spread(n, chosen)
+            assert len(found) == chosen
+            around = (
+                [b - a for a, b in zip(found, [*found[1:], n + found[0]], strict=True)]
+                if (chosen)
+                else []
+            )
+            assert not around or max(around) - min(around) <= 1
+            assert not chosen or found[-1] == n - 1
+
+
+@pytest.mark.parametrize(
+    ("share", "hosted"), [(0, set()), (0.5, {2, 5}), (0.3, {5}), (1.0, {1, 2, 4, 5})], ids=str
+)
+def test_a_share_is_rounded_to_layers(share: float, hosted: set[int]) -> None:
+    """Of those that are packed: 0 and 3 are of another kind."""
+    placement = Placement(share, [1, 2, 4, 5])
+    assert placement.hosted == hosted
+    assert placement.balance is None
+
+
+def test_the_next_layer_in_host_memory() -> None:
+    assert Placement(0.5, range(4)).next_hosted() == {0: 1, 1: 3, 2: 3, 3: 1}
+    assert Placement(1.0, [2, 3]).next_hosted() == {2: 3, 3: 2}
+    assert Placement(1.0, [2]).next_hosted() == {2: 2}
+    assert Placement(0.0, range(2)).next_hosted() == {0: None, 1: None}
+    assert Placement(1.0, []).next_hosted() == {}
+
+
+def test_few_layers_move() -> None:
+    placement = Placement(0.5, range(12))
+    fewer, more = placement.with_hosted(4), placement.with_hosted(9)
+    assert len(fewer) == 4
+    assert fewer < placement.hosted < more
+    assert len(more) == 9
+    assert placement.with_hosted(6) == placement.hosted
+
+
+class Machine:
+    """Passes that take what computing or crossing takes, whichever is longer."""
+
+    def __init__(self, compute_s: float, layer_s: float, n_layers: int = 32) -> None:
+        self.now_s = 0.0
+        self.compute_s, self.layer_s, self.n_layers = compute_s, layer_s, n_layers
+        self.layer_bytes, self.free_bytes = 1000.0, 1e9
+        self.hosted = n_layers
+        self.balance = Balance(lambda: self.now_s)
+        self.moves: list[int] = []
+
+    def run(self, passes: int, *, ahead: bool = False) -> int:
+        for _ in range(passes):
+            if self.balance.begin(1):
+                found = self.balance.hosted(
+                    self.n_layers, self.hosted, self.layer_bytes, self.layer_s, self.free_bytes
+                )
+                self.moves += [found] * (found != self.hosted)
+                self.free_bytes += (found - self.hosted) * self.layer_bytes
+                self.hosted = found
+            crossing_s = self.hosted * self.layer_s
+            self.now_s += 1e-4 if ahead else max(self.compute_s, crossing_s)
+        return self.hosted
+
+
+@pytest.mark.parametrize("compute_s", [0.002, 0.006, 0.012, 0.02, 0.03, 0.05], ids=str)
+def test_crossing_ends_with_computing(compute_s: float) -> None:
+    machine = Machine(compute_s, layer_s=1e-3)
+    hosted = machine.run(400)
+    crossing_s = hosted * machine.layer_s
+    assert crossing_s <= compute_s
+    assert hosted == 32 or crossing_s > 0.75 * compute_s - 3 * machine.layer_s
+    assert len(machine.moves) <= 6
+    before = len(machine.moves)
+    machine.run(1000)
+    assert len(machine.moves) == before, "it is settled"
+
+
+def test_longer_histories_leave_fewer_layers_in_host_memory() -> None:
+    machine = Machine(compute_s=0.016, layer_s=1e-3)
+    short = machine.run(300)
+    machine.layer_s *= 2
+    assert machine.run(3 * AGAIN_PASSES) <= short // 2 + 1
+    assert machine.hosted * machine.layer_s <= machine.compute_s
+
+
+@pytest.mark.parametrize("free_layers", [0, 5, 12])
+def test_layers_remain_in_host_memory_where_the_device_lacks_room(free_layers: int) -> None:
+    machine = Machine(compute_s=0.004, layer_s=1e-3)
+    machine.free_bytes = free_layers * machine.layer_bytes
+    assert machine.run(300) == 32 - free_layers
+    assert machine.free_bytes == 0
+
+
+def test_layers_go_back_when_the_device_lacks_room() -> None:
+    machine = Machine(compute_s=0.004, layer_s=1e-3)
+    machine.run(300)
+    there = 32 - machine.hosted
+    machine.free_bytes = -5.5 * machine.layer_bytes
+    machine.run(AGAIN_PASSES)
+    assert 32 - machine.hosted == there - 6
+
+
+def test_passes_that_are_not_waited_for_change_nothing() -> None:
+    machine = Machine(compute_s=0.002, layer_s=1e-3)
+    assert machine.run(500, ahead=True) == 32
+    assert machine.balance.compute_s is None
+
+
+def test_prompts_are_not_measured() -> None:
+    balance = Balance(lambda: pytest.fail("a prompt was measured"))
+    assert not any(balance.begin(100) for _ in range(200))
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
+def test_copies_begin_to_measure_anew(copied: Any) -> None:
+    """The clock of another process says nothing."""
+    placement = Placement("auto", range(4))
+    assert placement.balance is not None
+    for _ in range(5):
+        placement.balance.begin(1)
+    twin = copied(placement)
+    assert twin.hosted == placement.hosted == {0, 1, 2, 3}
+    assert twin.balance._begin_s is None
+    assert twin.balance.begin(1) is False
