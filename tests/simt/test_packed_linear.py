@@ -18,6 +18,7 @@ from bitslab.engine.kernels.cuda.packed_linear import PackedLinearKernels
 from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, NO_ERROR
 from bitslab.engine.kernels.format import RowStorage
 from bitslab.engine.kernels.packed_products import MAX_INPUT_ROWS, is_multiplied_packed
+from bitslab.engine.kernels.row_kernels import LayoutKernels
 from tests.simt.module import guarded
 from tests.simt.runner import SimtRunner
 
@@ -50,6 +51,7 @@ def packed(weight, sample=None):
     storage = RowStorage(
         at_page_end(parts["words"]), guarded(parts["bases"]), guarded(parts["lengths"]), NONE
     )
+    assert isinstance(kernels, LayoutKernels)
     assert is_multiplied_packed(kernels.layout, weight.dtype)
     return storage, kernels.layout, rows.facts
 
@@ -117,7 +119,7 @@ def test_any_shape_any_exceptions_and_raw_rows(
     check(out, x, weight)
     assert runner.mailbox[0] == NO_ERROR
     twin = torch.empty(x_rows, n_rows, dtype=torch.bfloat16)
-    multiply_packed(*stored[:2], x, None, twin)
+    multiply_packed(stored[0], stored[1], x, None, twin)
     check(twin, x, weight)
 
 

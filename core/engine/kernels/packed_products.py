@@ -47,7 +47,7 @@ class LinearShape:
     rows : int
         Rows of the weight.
     max_warps, blocks : int
-        Warps of a block at the most, and blocks of so many for which a multiprocessor has registers.
+        Warps of a block at the most, and blocks of so many for which there are registers.
     slot_words, stage_words : int
         Words of a row, and of all rows, in a stage of a warp. Slots of neighbouring rows begin four
         words apart among eight, so that lanes of a warp mostly read from banks of their own.

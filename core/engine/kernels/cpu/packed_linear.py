@@ -1,7 +1,7 @@
 """Rows of input times a packed weight: what packed_linear.cu computes, and the path on a CPU.
 
-Blocks of the weight's rows are decoded and multiplied while they are in the cache. Sums are float32,
-in the order of torch's product, which is not that of the kernel.
+Blocks of the weight's rows are decoded and multiplied while they are in the cache. Sums are
+float32, in the order of torch's product, which is not that of the kernel.
 """
 
 from __future__ import annotations
