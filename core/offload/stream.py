@@ -209,6 +209,7 @@ class WeightStream:
         with self._lock:
             if self._closed:
                 raise BitslabError("these streamed weights are closed")
+            self._engine.check()
             with torch.inference_mode(False):
                 views: dict[str, torch.Tensor] = self._engine.enter_packed(plan)
             self._fused += 1

@@ -66,13 +66,7 @@ from ..tile_format import (
 )
 from ..typed_products import PRODUCT_DEFINES, product_settings
 from ..vector_chunks import VECTOR_KERNELS, VECTOR_NUMBERS, vector_settings
-from ..zfp_format import (
-    FLOAT_KINDS,
-    LEAST_EXPONENT,
-    MOST_BLOCK_BITS,
-    PLANE_BITS,
-    FloatKind,
-)
+from ..zfp_format import FLOAT_KINDS, LEAST_EXPONENT, MOST_BLOCK_BITS, PLANE_BITS, FloatKind
 
 _FOLDER = Path(__file__).parent
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
@@ -173,8 +167,7 @@ KEPT_DEFINES: dict[str, int | str] = {
 }
 #: Kernels of whole tensors, which are compiled for each size or kind of element.
 NAMED_BY_SETTINGS = {"copy", "bags", "attend", "quantized", "zvc", "typed_gemm", "segment_sums"}
-NAMED_BY_SETTINGS |= {"packed_linear"}
-NAMED_BY_SETTINGS |= set(VECTOR_KERNELS)
+NAMED_BY_SETTINGS |= {"packed_linear", *VECTOR_KERNELS}
 UNIT_FILES = ("zeros", "csr", "rle", "zfp")
 
 #: Bytes of the values of rows that are pooled in bags.
