@@ -38,7 +38,7 @@ class FusedUnit:
     stream : WeightStream
         What has its weights.
     products : mapping of str to PackedProduct
-        Products with each of its packed weights, by name.
+        Products with each of its packed weights, by name; none of a unit whose tensors are all raw.
     measured : bool
         Whether it is fused only where that was measured to be faster.
 
@@ -68,10 +68,11 @@ class FusedUnit:
         if not fused:
             return None
         products = stream.products(unit.name)
-        by_linears = products and all(
+        if products is None or not all(
             _is_linear_weight(ref) for ref, name in _handles(unit) if name in products
-        )
-        return cls(stream, products, fused == "auto") if products and by_linears else None
+        ):
+            return None
+        return cls(stream, products, fused == "auto")
 
     def guards(self, unit: Unit) -> list[CallGuard]:
         """Put the fused forward passes in place of those of the unit's linear layers."""
@@ -82,7 +83,13 @@ class FusedUnit:
         ]
 
     def takes(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Return whether a pass with these arguments of the unit's module is to be fused."""
+        """Return whether a pass with these arguments of the unit's module is to be fused.
+
+        One of a unit that has no packed weights always is: what it has is used in the image, and
+        no unit is decoded ahead because of it.
+        """
+        if not self._products:
+            return True
         if not _computes_plainly(self._device):
             return False
         x_rows = _input_rows((*args, *kwargs.values()))

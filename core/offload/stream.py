@@ -212,7 +212,7 @@ class WeightStream:
             self._engine.check()
             with torch.inference_mode(False):
                 views: dict[str, torch.Tensor] = self._engine.enter_packed(plan)
-            self._fused += 1
+            self._fused += any(not planned.record.raw for planned in plan.tensors)
         return views
 
     def release_packed(self, unit: str) -> None:

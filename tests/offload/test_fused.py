@@ -155,6 +155,23 @@ def test_units_with_packed_weights_of_another_kind_are_decoded(other):
     assert all(torch.equal(value, state[name]) for name, value in packed.state_dict().items())
 
 
+def test_units_of_raw_tensors_are_used_in_place_and_nothing_is_decoded_ahead():
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Sequential(Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INNER)).bfloat16()
+        return with_normal_weights(model)
+
+    plain, packed = made(), pack(made(), fused=True)
+    with torch.no_grad():
+        close(packed(x_of(2)), plain(x_of(2)))
+        assert stats(packed)["loads"] == 0 and stats(packed)["fused"] == 3
+        assert torch.equal(packed(x_of(20)), plain(x_of(20)))
+    x = x_of(20).requires_grad_()
+    (gradient,) = torch.autograd.grad(packed(x).sum(), x)
+    assert torch.equal(gradient, torch.autograd.grad(plain(x).sum(), x)[0])
+    assert stats(packed)["fused"] == 3
+
+
 def test_hooks_of_linear_layers_run_and_see_the_product():
     packed = pack(model_of(), fused=True)
     seen = []
