@@ -25,10 +25,11 @@ class Block(nn.Module):
         self.other = other
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.norm(x)
+        y: torch.Tensor = self.norm(x)
         if self.other is not None:
             y = self.other(y)
-        return x + self.down(torch.relu(self.up(y)))
+        y = self.down(torch.relu(self.up(y)))
+        return x + y
 
 
 class Scaled(nn.Linear):
@@ -36,13 +37,12 @@ class Scaled(nn.Linear):
         return super().forward(x) * 2
 
 
-def model_of(others: list[nn.Module | None] | None = None) -> nn.Module:
+def model_of() -> nn.Sequential:
     torch.manual_seed(0)
-    blocks = nn.Sequential(*(Block(other) for other in others or [None, None]))
-    return with_normal_weights(blocks.bfloat16().eval())
+    return with_normal_weights(nn.Sequential(Block(), Block()).bfloat16().eval())
 
 
-def with_normal_weights(model: nn.Module) -> nn.Module:
+def with_normal_weights(model: nn.Sequential) -> nn.Sequential:
     """Give weights the distribution of trained ones; torch's are uniform, with another plan."""
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -51,7 +51,7 @@ def with_normal_weights(model: nn.Module) -> nn.Module:
     return model
 
 
-def pack(model: nn.Module, **options: Any) -> nn.Module:
+def pack(model: nn.Sequential, **options: Any) -> nn.Sequential:
     offload_weights(
         model, execution_device="cpu", keep="packed", min_bytes=0, progress=False, **options
     )
@@ -127,7 +127,7 @@ def test_units_with_packed_weights_of_another_kind_are_decoded(other):
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             dtype = next(self.inner.parameters()).dtype
-            y = x.to(dtype)
+            y: torch.Tensor = x.to(dtype)
             y = (
                 self.inner(y[..., None])[..., 0]
                 if isinstance(self.inner, nn.Conv1d)
@@ -135,7 +135,7 @@ def test_units_with_packed_weights_of_another_kind_are_decoded(other):
             )
             return y.to(x.dtype)
 
-    def made() -> nn.Module:
+    def made() -> nn.Sequential:
         torch.manual_seed(0)
         wrapped = Wrapped()
         model = nn.Sequential(Block(), Block(wrapped)).bfloat16()
@@ -156,7 +156,7 @@ def test_units_with_packed_weights_of_another_kind_are_decoded(other):
 
 
 def test_units_of_raw_tensors_are_used_in_place_and_nothing_is_decoded_ahead():
-    def made() -> nn.Module:
+    def made() -> nn.Sequential:
         torch.manual_seed(0)
         model = nn.Sequential(Block(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INNER)).bfloat16()
         return with_normal_weights(model)
