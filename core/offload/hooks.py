@@ -112,11 +112,14 @@ class UnitHooks:
         with self._lock:
             packed = self._is_fused() if self._active else packed
             if packed:
-                self._enter(activation, self._stream.acquire_packed(self.unit.name), packed=True)
+                views = self._stream.acquire_packed(self.unit.name)
+                activation.acquired = activation.packed = True
+                self._enter(views, packed=True)
         if not packed:
             views = self._stream.acquire(self.unit.name)
+            activation.acquired = True
             with self._lock:
-                self._enter(activation, views, packed=False)
+                self._enter(views, packed=False)
         if torch.is_grad_enabled():
             save = functools.partial(self._save, *_present_hooks())
             activation.saving = torch.autograd.graph.saved_tensors_hooks(save, _load)
@@ -126,11 +129,8 @@ class UnitHooks:
     def _is_fused(self) -> bool:
         return self._fused is not None and self._fused.active
 
-    def _enter(
-        self, activation: _Activation, views: dict[str, torch.Tensor], *, packed: bool
-    ) -> None:
+    def _enter(self, views: dict[str, torch.Tensor], *, packed: bool) -> None:
         """Count an activation whose tensors are acquired, and bind those of the first."""
-        activation.acquired, activation.packed = True, packed
         self._active += 1
         if self._active == 1:
             if self._fused is not None:

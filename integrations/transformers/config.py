@@ -25,7 +25,7 @@ class BitslabConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignor
 
     ``AutoModelForCausalLM.from_pretrained(path, quantization_config=BitslabConfig())`` packs each
     unit (a layer, an embedding, a head) as soon as its weights are read. Every result is that of
-    the plain model, bit for bit.
+    the plain model, bit for bit, unless `fused` asks for others.
 
     Where weights lie and where the model runs:
 
