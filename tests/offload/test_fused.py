@@ -175,11 +175,12 @@ def test_units_of_raw_tensors_are_used_in_place_and_nothing_is_decoded_ahead():
 def test_hooks_of_linear_layers_run_and_see_the_product():
     packed = pack(model_of(), fused=True)
     seen = []
-    up = packed[0].up
+    up: Any = packed[0].up
     up.register_forward_hook(lambda module, args, output: seen.append(output.shape))
     up.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     plain = model_of()
-    plain[0].up.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
+    plain_up: Any = plain[0].up
+    plain_up.register_forward_pre_hook(lambda module, args: (args[0] * 2,))
     with torch.no_grad():
         close(packed(x_of(3)), plain(x_of(3)))
     assert seen == [(3, INNER)] and stats(packed)["fused"] == 2
@@ -188,7 +189,9 @@ def test_hooks_of_linear_layers_run_and_see_the_product():
 def test_a_weight_that_was_replaced_is_used_as_it_is():
     packed, plain = pack(model_of(), fused=True), model_of()
     weight = nn.Parameter(torch.zeros(INNER, WIDTH, dtype=torch.bfloat16), requires_grad=False)
-    packed[0].up._parameters["weight"] = plain[0].up._parameters["weight"] = weight
+    for model in (packed, plain):
+        up: Any = model[0].up
+        up._parameters["weight"] = weight
     with torch.no_grad():
         close(packed(x_of(3)), plain(x_of(3)))
 
