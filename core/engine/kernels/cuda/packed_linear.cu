@@ -5,10 +5,10 @@
 //
 // What bounds it on an H200, for codes of 3 bits and 2.5 % exceptions:
 // - bytes: 1.4 a weight. At 4.2 TB/s 3.0 weights a ns; plain bfloat16 at the same rate are 2.1.
-// - instructions, counted in the machine code of a whole round (sm_90, CUDA 13.0): 8.2 a weight with up to
-//   8 rows of x, 9.9 with up to 16, of which 5.2 and 5.9 are for the integer units, whose rate is 64 a
-//   clock and multiprocessor. At 1.75 GHz 2.8 and 2.5 weights a ns.
-// So instructions bound it, above the rate of plain bfloat16. These are counts: it was not timed yet.
+// - instructions, counted in the machine code of a whole round (sm_90, CUDA 13.0): 7.7 a weight with up to
+//   8 rows of x, 9.8 with up to 16, of which 4.6 and 5.6 are for the integer units, whose rate is 64 a
+//   clock and multiprocessor. At 1.75 GHz 3.2 and 2.6 weights a ns.
+// Either lies above the rate of plain bfloat16. These are counts: it was not timed yet.
 //
 // A block takes ROWS rows of W. Its warps share the columns: in each round a warp takes COLUMNS of them,
 // whose payload and codes it copied to its stage one round before. A lane takes 32 neighbouring
@@ -30,7 +30,7 @@
 #define SETS (2 * ROW_TILES)  // rows of a lane
 #define PIECES (PAYLOAD_PIECES + CODE_PIECES)
 #define CODES_AT (4 * PAYLOAD_PIECES)
-static_assert(COUNTED_WARPS == 8 && MAX_WARPS <= 8, "counts of a row are one load of 16 bytes");
+static_assert(COUNTED_WARPS == 8 && MAX_WARPS <= 8, "four lanes add the counts of a row");
 
 enum { NO_ROW, RAW, PACKED };
 
@@ -64,6 +64,16 @@ __device__ __forceinline__ u32 select_bits(u32 mask, u32 a, u32 b) {
   return c;
 #endif
 }
+// Copy 16 bytes that many bytes behind two addresses, which instructions hold beside the registers.
+template <int TO, int FROM> __device__ __forceinline__ void copy_16_behind(void* to, const void* from) {
+#ifdef SIMT_HOST
+  copy_async_16((u8*)to + TO, (const u8*)from + FROM);
+#else
+  const u32 place = (u32)__cvta_generic_to_shared(to);
+  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;\n" ::"r"(place), "l"(from), "n"(TO), "n"(FROM)
+               : "memory");
+#endif
+}
 // Eight codes of three bits as nibbles, the selectors of byte_perm. Bits that are too many on the way are
 // left where the next step does not look.
 __device__ __forceinline__ u32 nibbles_of(u32 codes) {
@@ -82,12 +92,24 @@ __device__ __forceinline__ int count_missed(const u32 (&w)[3]) {
   return 32 - __popc((a & 0x49249249u) | (b & 0x92492492u) | (c & 0x24924924u));
 }
 
+// Copy the pieces of a row that fall to this lane, from number I of them on.
+template <bool WHOLE, int I>
+__device__ __forceinline__ void fetch_pieces(const Args& a, u32* to, int payload, int code, int payload_end,
+                                             int code_end) {
+  const int p = 8 * I + (threadIdx.x & 7);
+  const bool of_codes = 8 * I + 7 >= PAYLOAD_PIECES && p >= PAYLOAD_PIECES;
+  const int word = of_codes ? code : payload;
+  bool wanted = 8 * I + 7 < PIECES || p < PIECES;
+  if (!WHOLE) wanted &= word + 32 * I < (of_codes ? code_end : payload_end);
+  if (wanted) copy_16_behind<128 * I, 128 * I>(to, a.lines + word);
+  if constexpr (8 * (I + 1) < PIECES) fetch_pieces<WHOLE, I + 1>(a, to, payload, code, payload_end, code_end);
+}
+
 // Copy payload and codes of a warp's next columns to its stage, eight lanes a row. Where rounds are
 // WHOLE all pieces are copied: those behind a row's end are of the next, or of what pads the last.
 template <bool WHOLE>
 __device__ __forceinline__ void fetch(const Args& a, u32* stage, const Row (&rows)[SETS], int first_group) {
   const int lane = threadIdx.x & 31, end_group = min(a.groups, first_group + STEP_GROUPS * STEPS);
-  u32* to = stage + (lane >> 3) * SLOT_WORDS + 4 * (lane & 7);
   if (first_group < a.groups) {
 #pragma unroll
     for (int pass = 0; pass < ROWS / 4; ++pass) {
@@ -96,15 +118,9 @@ __device__ __forceinline__ void fetch(const Args& a, u32* stage, const Row (&row
       // Words that this lane copies first: of the payload, and, as far behind it in the slot, of codes.
       const int payload = ((at + 8 * first_group) & ~3) + 4 * (lane & 7);
       const int code = ((codes + 3 * first_group) & ~3) + 4 * (lane & 7) - 4 * PAYLOAD_PIECES;
-#pragma unroll
-      for (int i = 0; i < (PIECES + 7) / 8; ++i) {
-        const int p = 8 * i + (lane & 7);
-        const bool of_codes = 8 * i + 7 >= PAYLOAD_PIECES && p >= PAYLOAD_PIECES;
-        const int word = (of_codes ? code : payload) + 32 * i;
-        bool wanted = 8 * i + 7 < PIECES || p < PIECES;
-        if (!WHOLE) wanted &= at >= 0 && word < (of_codes ? codes + 3 * end_group : at + 8 * end_group);
-        if (wanted) copy_async_16(to + 4 * pass * SLOT_WORDS + 32 * i, a.lines + word);
-      }
+      const int payload_end = at + 8 * end_group, code_end = codes + 3 * end_group;
+      u32* to = stage + (4 * pass + (lane >> 3)) * SLOT_WORDS + 4 * (lane & 7);
+      fetch_pieces<WHOLE, 0>(a, to, payload, code, at < 0 ? -1 : payload_end, at < 0 ? -1 : code_end);
     }
   }
   copy_async_commit();
@@ -188,10 +204,8 @@ __device__ __forceinline__ bool multiply(const Args& a, Row (&rows)[SETS], u32* 
                                          float (&sums)[ROW_TILES][COLUMN_TILES][4]) {
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int round_groups = STEP_GROUPS * STEPS * warps;
-  u32 earlier[COUNTED_WARPS / 2];  // the counts of warps before this one
-#pragma unroll
-  for (int i = 0; i < COUNTED_WARPS / 2; ++i)
-    earlier[i] = 2 * i + 1 < warp ? FULL : 2 * i < warp ? 0xffffu : 0;
+  // Each lane of a row adds the counts of two warps: of those before this one, in the lower half, and all.
+  const u32 earlier = 2 * t + 1 < warp ? FULL : 2 * t < warp ? 0xffffu : 0;
   int first_group = warp * STEP_GROUPS * STEPS;
   fetch<WHOLE>(a, stages, rows, first_group);
   fetch<WHOLE>(a, stages + STAGE_WORDS, rows, first_group + round_groups);
@@ -208,7 +222,7 @@ __device__ __forceinline__ bool multiply(const Args& a, Row (&rows)[SETS], u32* 
     if (active) load_x<WHOLE>(a, x_of_lane, first_group, x);
     copy_async_wait<1>();
     __syncwarp();
-    int before[SETS * STEPS], n_missed[SETS * STEPS];
+    int before[SETS * STEPS] = {}, n_missed[SETS * STEPS] = {};
 #pragma unroll
     for (int set = 0; set < SETS; ++set) {
       const int j = 8 * set + g;
@@ -231,14 +245,14 @@ __device__ __forceinline__ bool multiply(const Args& a, Row (&rows)[SETS], u32* 
     __syncthreads();
 #pragma unroll
     for (int set = 0; set < SETS; ++set) {
-      const uint4 of_warps = *(const uint4*)counts[round & 1][8 * set + g];
-      const u32 mine = (of_warps.x & earlier[0]) + (of_warps.y & earlier[1]) + (of_warps.z & earlier[2]) +
-                       (of_warps.w & earlier[3]);
-      const u32 all = of_warps.x + of_warps.y + of_warps.z + of_warps.w;
+      const u32 two = *(const u32*)&counts[round & 1][8 * set + g][2 * t], mine = two & earlier;
+      u32 sums_of_warps = (mine & 0xffff) + (mine >> 16) + (two << 16) + (two & 0xffff0000u);
+      sums_of_warps += __shfl_xor_sync(FULL, sums_of_warps, 1);
+      sums_of_warps += __shfl_xor_sync(FULL, sums_of_warps, 2);
 #pragma unroll
       for (int step = 0; step < STEPS; ++step)
-        before[set * STEPS + step] += rows[set].used + (int)((mine & 0xffff) + (mine >> 16));
-      rows[set].used += (int)((all & 0xffff) + (all >> 16));
+        before[set * STEPS + step] += rows[set].used + (int)(sums_of_warps & 0xffff);
+      rows[set].used += (int)(sums_of_warps >> 16);
     }
     if (active) {
 #pragma unroll
