@@ -5,12 +5,13 @@
 //
 // What bounds it on an H200, for codes of 3 bits and 2.5 % exceptions:
 // - bytes: 1.4 a weight. At 4.2 TB/s 3.0 weights a ns; plain bfloat16 at the same rate are 2.1.
-// - instructions, counted in the machine code of a whole round (sm_90, CUDA 13.0): 7.7 a weight with up to
-//   8 rows of x, 9.8 with up to 16, of which 4.6 and 5.6 are for the integer units, whose rate is 64 a
-//   clock and multiprocessor. At 1.75 GHz 3.2 and 2.6 weights a ns.
+// - instructions, counted in the machine code of a whole round (sm_90, CUDA 13.0): 8.2 a weight with up to
+//   8 rows of x, 9.6 with up to 16, of which 5.0 and 5.6 are for the integer units, whose rate is 64 a
+//   clock and multiprocessor: at 1.75 GHz 3.0 and 2.6 weights a ns. Groups of 32 with more than four
+//   exceptions, which one warp in 23 meets, add 0.2.
 // Either lies above the rate of plain bfloat16. These are counts: it was not timed yet.
 //
-// A block takes ROWS rows of W. Its warps share the columns: in each round a warp takes COLUMNS of them,
+// A block takes ROWS rows of W. Its warps share the columns: in each round a warp takes STEPS of 128,
 // whose payload and codes it copied to its stage one round before. A lane takes 32 neighbouring
 // columns, a whole group of codes, of rows g and g + 8 of each 16: lane 4 g + t, groups t of each step.
 // Products sum over all columns, so any lane's columns may stand at any k of the matrix instruction,
@@ -167,30 +168,41 @@ __device__ __forceinline__ void patch(const Args& a, const u32* staged, const Ro
                                       int index, int n, u32 (&exponents)[8]) {
   u32 bytes = 0;
   if (WHOLE || n) bytes = rotated_bytes(exceptions_at<WHOLE>(a, staged, row, index));
-  // Up to four are put in with no branch: nibbles add up how many there were so far, and select the
+  // The first four are put in with no branch: nibbles add up how many there were so far, and select the
   // next of `bytes`, which stand behind a word's own four.
-  u32 before = 0x33333333u, missed[4];
+  u32 before = 0x33333333u;
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
-    missed[q] = missed_of(codes[q]);
-    const u32 field = missed[q] * 15, counted = missed[q] * 0x11111111u + before;
+    const u32 missed = missed_of(codes[q]), field = missed * 15;
+    const u32 counted = missed * 0x11111111u + before;
     const u32 selector = (counted & field) | (0x32103210u & ~field);
     exponents[2 * q] = __byte_perm(exponents[2 * q], bytes, selector);
     exponents[2 * q + 1] = __byte_perm(exponents[2 * q + 1], bytes, selector >> 16);
     before = (counted >> 28) * 0x11111111u;
   }
   if (n <= 4) return;
+  // The others, one by one; all of them where there are more than a nibble counts.
+  const bool counts = n <= 12;
+  u32 left[4];
+  before = 0x33333333u;
+#pragma unroll
+  for (int q = 0; q < 4; ++q) {
+    const u32 missed = missed_of(codes[q]), counted = missed * 0x11111111u + before;
+    left[q] = counts ? missed & counted >> 3 : missed;
+    before = (counted >> 28) * 0x11111111u;
+  }
+  if (counts) n -= 4, index += 4;
   for (; n; --n, ++index) {
     const u32 byte = rotated_bytes(exceptions_at<WHOLE>(a, staged, row, index)) & 255;
     bool found = false;
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      const u32 here = missed[q], v = __ffs(here) >> 2, mask = 255u << (8 * (v & 3));
+      const u32 here = left[q], v = __ffs(here) >> 2, mask = 255u << (8 * (v & 3));
       const bool next = here != 0 && !found;
 #pragma unroll
       for (int h = 0; h < 2; ++h)
         if (next && v >> 2 == h) exponents[2 * q + h] = (exponents[2 * q + h] & ~mask) | (byte * 0x01010101u & mask);
-      if (next) missed[q] = here & (here - 1);
+      if (next) left[q] = here & (here - 1);
       found |= next;
     }
   }
