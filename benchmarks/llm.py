@@ -6,6 +6,7 @@ python benchmarks/llm.py --only weights  # accelerate's cpu_offload, raw and pac
 python benchmarks/llm.py --only cache    # DynamicCache, offloaded, compressed
 python benchmarks/llm.py --only loading  # packing a model, and from_pretrained, beside plain loads
 python benchmarks/llm.py --only prompt   # prompts: first and second request of a process
+python benchmarks/llm.py --only fused    # products with packed weights, beside plain ones
 python benchmarks/llm.py --only published  # FlexGen's schedule and InfiniGen's kind, ours
 
 weights and cache generate with a model of random weights in the shape of the IBP paper's workload
@@ -17,6 +18,10 @@ attention is off, since it makes a plan for each new length. Without a GPU they 
 where nothing crosses a link: reported bytes are those that a link would carry, and the workload is
 a tenth as long, with 4 prompts. DFloat11 and nvCOMP are measured if they can be imported (dfloat11,
 nvidia.nvcomp) and there is a GPU. Rows are printed to stderr as they come, tables at the end.
+
+fused takes weights of an 8B model's shapes, as many as no cache holds in turn, with 1, 4 and 16
+rows of input: torch's product with the plain weight, decoding followed by that, and products with
+the packed weight (`fused=`).
 
 prompt has models of its own: the shape of an 8B model with prompts of 8k and 32k tokens, and 8
 layers of the paper's workload; on a CPU two narrow layers of each.
@@ -39,7 +44,7 @@ from llm_prompt import CASES, MODES  # noqa: E402
 from textgen.models import RANDOM, SIZES  # noqa: E402
 from timing import add_output, print_tables  # noqa: E402
 
-PARTS = ("ratio", "cpu", "weights", "cache", "prompt", "loading", "published")
+PARTS = ("ratio", "cpu", "weights", "cache", "prompt", "loading", "fused", "published")
 #: Of the paper, and what a CPU does of it: prompts, and a factor for their tokens and the new ones.
 PROMPTS, CPU_PROMPTS, CPU_SCALE = 20, 4, 0.1
 
@@ -148,6 +153,10 @@ def run(part: str, arguments: argparse.Namespace, steps: Steps) -> dict[str, lis
         import llm_cpu
 
         return llm_cpu.run(arguments)
+    if part == "fused":
+        import llm_fused
+
+        return llm_fused.run(arguments)
     if part == "weights":
         import llm_weights
 

@@ -2,6 +2,7 @@
 
 from ..engine.transfer.unit_report import UnitReport
 from .attached import OffloadedModel, find_offloaded
+from .fused import Fused, check_fused
 from .guards import deferred_state_dict
 from .handles import WeightHandle
 from .images import DeviceImage
@@ -25,6 +26,7 @@ from .weight_packer import WeightPacker
 __all__ = [
     "CodecName",
     "DeviceImage",
+    "Fused",
     "JsonKeep",
     "Keep",
     "MIN_PACKED_BYTES",
@@ -44,6 +46,7 @@ __all__ = [
     "WeightStream",
     "attach_weights",
     "check_counts",
+    "check_fused",
     "choose_tiers",
     "cut_units",
     "deferred_state_dict",

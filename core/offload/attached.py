@@ -15,6 +15,7 @@ from ..engine.transfer.unit_report import UnitReport
 from ..errors import ArgumentError, BitslabError
 from ..module_methods import alive
 from ..tracing import not_traced
+from .fused import Fused, FusedUnit
 from .guards import ApplyGuard, CallGuard, PickleGuard, StateGuard
 from .handles import WeightHandle
 from .hooks import EnterCallback, UnitHooks, aligned
@@ -75,6 +76,8 @@ class OffloadedModel:
         See `WeightStream`.
     trainable : set of str
         Names of the parameters that required gradients before.
+    fused : bool or "auto"
+        See `offload_weights`.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class OffloadedModel:
         depth: int,
         sm_budget: int | None,
         trainable: Iterable[str],
+        fused: Fused = False,
     ) -> None:
         self._model = weakref.ref(model)
         self.weights = weights
@@ -108,8 +112,15 @@ class OffloadedModel:
         weights.move_to_device(packed, device)
         self.stream = WeightStream(weights, names, device=device, depth=depth, sm_budget=sm_budget)
         source.stream = self.stream
-        self.hooks = [UnitHooks(unit, self.stream) for unit in streamed]
         self._guards: list[Guard] = []
+        self.hooks: list[UnitHooks] = []
+        for unit in streamed:
+            # Those of which the caller has not asked for packed weights on the device are fetched.
+            wanted = fused if self._tiers.get(unit.name) == "packed" else False
+            fused_unit = FusedUnit.of(unit, self.stream, wanted)
+            if fused_unit is not None:
+                self._guards += fused_unit.guards(unit)
+            self.hooks.append(UnitHooks(unit, self.stream, fused_unit))
         owners: dict[int, list[ParameterRef]] = {}
         for unit in self.units:
             for ref in unit.refs:

@@ -10,13 +10,13 @@ import torch
 
 from ..engine.codecs import RowKernels
 from ..engine.kernels.cuda import kernels_on
-from ..engine.kernels.format import RowStorage
 from ..engine.transfer.lanes import StreamLane, new_event
 from ..engine.transfer.staging import StagingBuffer
 from ..engine.transfer.timing import DeviceClock
 from ..errors import BitslabError
 from .device_rows import DeviceRows
-from .plans import PlannedTensor, UnitPlan
+from .plans import UnitPlan, storage_of
+from .products import PackedProduct
 from .staging import StagedUnits
 from .store import PackedWeights
 
@@ -133,6 +133,8 @@ class DeviceEngine:
         self._buffer_nbytes = max((plan.decoded_nbytes for plan in plans), default=0)
         self._in_device_memory = {plan.name for plan in plans if self._on_device(plan)}
         self._kernels: dict[str, RowKernels] = {}
+        #: Of units that were used packed: raw tensors in the image, and the streams that used it.
+        self._in_place: dict[str, tuple[dict[str, torch.Tensor], set[int]]] = {}
         self._decoding = StreamLane(device)
         crossing = [plan for plan in plans if plan.name not in self._in_device_memory]
         self._staged = StagedUnits(weights, crossing, device, depth, self._clocks)
@@ -220,6 +222,48 @@ class DeviceEngine:
             buffer.data.record_stream(current)  # it may be freed while this stream still reads it
         event.record(current)
 
+    def products(self, plan: UnitPlan) -> dict[str, PackedProduct] | None:
+        """Return products with all packed tensors of a unit; None where one is decoded first."""
+        if plan.name not in self._in_device_memory:
+            return None
+        products = {}
+        for planned in plan.tensors:
+            if planned.record.raw:
+                continue
+            image = self._weights.unit(planned.stored_in).image.tensor()
+            kernels = planned.record.codec.kernels(self._device)
+            storage = storage_of(planned, image, 0)
+            product = PackedProduct.of(planned.record, storage, kernels, self._sm_budget)
+            if product is None:
+                return None
+            products[planned.name] = product
+        # What the codecs have uploaded is there for all streams from here on.
+        torch.cuda.current_stream(self._device.index).synchronize()
+        return products
+
+    def enter_packed(self, plan: UnitPlan) -> dict[str, torch.Tensor]:
+        """Return the tensors of a unit that its image holds raw; the others are left packed."""
+        # Raises the error of an earlier product that met damaged rows.
+        kernels_on(self._device)
+        current = torch.cuda.current_stream(self._device.index)
+        held = self._in_place.get(plan.name)
+        if held is None:
+            held = self._in_place[plan.name] = plan.raw_views(self._weights), set()
+        views, streams = held
+        if current.cuda_stream not in streams:
+            streams.add(current.cuda_stream)
+            for stored_in in {planned.stored_in for planned in plan.tensors}:
+                self._weights.unit(stored_in).image.tensor().record_stream(current)
+        clock = self._clocks[plan.name]
+        clock.clear("transfer", "decode", "stall")
+        clock.mark("compute", False, current)
+        return views
+
+    def leave_packed(self, plan: UnitPlan) -> None:
+        """End the time that a unit's module computes."""
+        current = torch.cuda.current_stream(self._device.index)
+        self._clocks[plan.name].mark("compute", True, current)
+
     def whole(self, name: str) -> torch.Tensor:
         """Decode one tensor to new memory."""
         return self._weights.read(name, self._device)
@@ -234,6 +278,7 @@ class DeviceEngine:
         self._staged.close()
         self._row_reader.close()
         self._kernels.clear()
+        self._in_place.clear()
 
     def _on_device(self, plan: UnitPlan) -> bool:
         by_unit = {piece.stored_in for piece in plan.pieces}
@@ -263,15 +308,3 @@ class DeviceEngine:
 def _wait_for(*lanes: StreamLane) -> None:
     for lane in lanes:
         lane.close()
-
-
-def storage_of(planned: PlannedTensor, data: torch.Tensor, shift: int) -> RowStorage:
-    """View the tensors of packed rows in a buffer on the GPU."""
-    parts = {
-        name: data[part.offset + shift :][: part.nbytes].view(part.dtype).view(part.shape)
-        for name, part in planned.record.parts.items()
-    }
-    empty = torch.empty(0, dtype=torch.uint8, device=data.device)
-    return RowStorage(
-        parts["words"], parts["bases"], parts["lengths"], parts.get("row_clusters", empty)
-    )

@@ -197,7 +197,7 @@ class ApplyGuard(MethodOverride):
 
 
 class CallGuard:
-    """Keeps the forward pass of a module that looks rows up out of compiled graphs.
+    """Keeps the forward pass of a module that uses a handle out of compiled graphs.
 
     torch.compile knows no handles. Where accelerate has put its own forward pass before that of the
     module, the one behind it is kept out, and is still there when accelerate removes its own.
@@ -205,13 +205,20 @@ class CallGuard:
     Parameters
     ----------
     module : torch.nn.Module
-        An embedding with a handle.
+        An embedding or a linear layer with a handle.
+    around : callable, optional
+        Gets the forward pass and returns what is put in its place.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        around: Callable[[Callable[..., Any]], Callable[..., Any]] | None = None,
+    ) -> None:
         self._name = "_old_forward" if "_old_forward" in module.__dict__ else "forward"
         self._own = module.__dict__.get(self._name)
-        self._method = not_traced(_weakly_bound(getattr(module, self._name)))
+        forward = _weakly_bound(getattr(module, self._name))
+        self._method = not_traced(forward if around is None else around(forward))
         self._module = weakref.ref(module)
         module.__dict__[self._name] = self._method
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from ..errors import BitslabError
 from ..tracing import not_traced
+from .fused import FusedUnit
 from .handles import WeightHandle, bound_parameter
 from .stream import WeightStream
 from .units import Unit
@@ -28,6 +29,7 @@ class _Activation:
     """One running forward pass of a unit, in one thread."""
 
     acquired: bool = False
+    packed: bool = False  # acquired without being decoded
     saving: contextlib.AbstractContextManager[Any] | None = None
 
 
@@ -40,6 +42,8 @@ class UnitHooks:
         The unit; its refs hold handles.
     stream : WeightStream
         What fetches and decodes its weights.
+    fused : FusedUnit, optional
+        The passes in which its packed weights are not decoded: handles are left in place.
 
     Notes
     -----
@@ -50,8 +54,9 @@ class UnitHooks:
     view of a weight that the module returns becomes a copy.
     """
 
-    def __init__(self, unit: Unit, stream: WeightStream) -> None:
+    def __init__(self, unit: Unit, stream: WeightStream, fused: FusedUnit | None = None) -> None:
         self.unit = unit
+        self._fused = fused
         self.enter_callback: EnterCallback | None = None
         self._stream = stream
         self._handles: list[WeightHandle] = []
@@ -60,13 +65,14 @@ class UnitHooks:
             if not isinstance(handle, WeightHandle):
                 raise BitslabError(f"{ref.name}: expected a handle, got {type(handle).__name__}")
             self._handles.append(handle)
-        self._bound: list[nn.Parameter] = []
+        #: In place of each handle; None where it is left.
+        self._bound: list[nn.Parameter | None] = []
         self._storages: set[int] = set()
         self._active = 0
         self._lock = threading.Lock()
         self._local = threading.local()
         #: Parameters over a buffer's tensors, made once for each buffer.
-        self._parameters: dict[int, tuple[dict[str, torch.Tensor], list[nn.Parameter]]] = {}
+        self._parameters: dict[int, tuple[dict[str, torch.Tensor], list[nn.Parameter | None]]] = {}
         # Outside of compiled graphs: torch.compile traces what is between the hooks.
         before, after = not_traced(self._before), not_traced(self._after)
         self._removers = [
@@ -101,17 +107,35 @@ class UnitHooks:
         self._activations().append(activation)
         if self.enter_callback is not None:
             self.enter_callback(self.unit.name)
-        views = self._stream.acquire(self.unit.name)
-        activation.acquired = True
+        # Of threads in one unit at the same time all do as the first, which binds.
+        packed = self._fused is not None and self._fused.takes(args, kwargs)
         with self._lock:
-            self._active += 1
-            if self._active == 1:
-                self._bind(views)
+            packed = self._is_fused() if self._active else packed
+            if packed:
+                views = self._stream.acquire_packed(self.unit.name)
+                activation.acquired = activation.packed = True
+                self._enter(views, packed=True)
+        if not packed:
+            views = self._stream.acquire(self.unit.name)
+            activation.acquired = True
+            with self._lock:
+                self._enter(views, packed=False)
         if torch.is_grad_enabled():
             save = functools.partial(self._save, *_present_hooks())
             activation.saving = torch.autograd.graph.saved_tensors_hooks(save, _load)
             activation.saving.__enter__()
         return aligned(args, kwargs, self._stream.device)
+
+    def _is_fused(self) -> bool:
+        return self._fused is not None and self._fused.active
+
+    def _enter(self, views: dict[str, torch.Tensor], *, packed: bool) -> None:
+        """Count an activation whose tensors are acquired, and bind those of the first."""
+        self._active += 1
+        if self._active == 1:
+            if self._fused is not None:
+                self._fused.active = packed
+            self._bind(views)
 
     def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._activations():
@@ -129,24 +153,30 @@ class UnitHooks:
                 self._active -= 1
                 if self._active == 0:
                     self._unbind()
-            self._stream.release(self.unit.name)
+                    if self._fused is not None:
+                        self._fused.active = False
+            if activation.packed:
+                self._stream.release_packed(self.unit.name)
+            else:
+                self._stream.release(self.unit.name)
 
     def _bind(self, views: dict[str, torch.Tensor]) -> None:
         found = self._parameters.get(id(views))
         if found is None:
             made = {name: bound_parameter(view) for name, view in views.items()}
-            found = views, [made[handle.packed_name] for handle in self._handles]
+            found = views, [made.get(handle.packed_name) for handle in self._handles]
             self._parameters[id(views)] = found
         self._bound = found[1]
-        self._storages = {p.untyped_storage().data_ptr() for p in self._bound} - {0}
+        bound = [p for p in self._bound if p is not None]
+        self._storages = {p.untyped_storage().data_ptr() for p in bound} - {0}
         for ref, handle, parameter in zip(self.unit.refs, self._handles, self._bound, strict=True):
             # A parameter that has replaced the handle since is used as it is.
-            if ref.get() is handle:
+            if parameter is not None and ref.get() is handle:
                 ref.put(parameter)
 
     def _unbind(self) -> None:
         for ref, handle, parameter in zip(self.unit.refs, self._handles, self._bound, strict=True):
-            if ref.get() is parameter:
+            if parameter is not None and ref.get() is parameter:
                 ref.put(handle)
 
     # Tensors that outlive the pass
@@ -166,6 +196,8 @@ class UnitHooks:
         """Keep the name of a weight instead of its data, and of others what `pack` says."""
         address = tensor.data_ptr() if _has_data(tensor) else 0
         for handle, parameter in zip(self._handles, self._bound, strict=True):
+            if parameter is None:
+                continue
             offset = address - parameter.data_ptr()
             if address and 0 <= offset < max(1, parameter.nbytes) and tensor.numel():
                 offset //= parameter.element_size()

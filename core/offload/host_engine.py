@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 
 from ..engine.transfer.timing import HostClock
-from .plans import UnitPlan
+from .plans import UnitPlan, storage_of
+from .products import PackedProduct
 from .store import PackedWeights
 
 
@@ -48,6 +49,8 @@ class HostEngine:
         # Tensors that are kept raw are used in the image.
         self._buffer_nbytes = max((_packed_end(plan) for plan in plans), default=0)
         self._clocks = {plan.name: HostClock() for plan in plans}
+        #: Of units that were used packed: raw tensors in the image.
+        self._in_place: dict[str, dict[str, torch.Tensor]] = {}
 
     @property
     def clocks(self) -> dict[str, HostClock]:
@@ -100,6 +103,37 @@ class HostEngine:
         """End the time that a unit's module computes."""
         self._clocks[plan.name].end("compute")
 
+    def products(self, plan: UnitPlan) -> dict[str, PackedProduct] | None:
+        """Return products with all packed tensors of a unit; None where one is decoded first."""
+        products = {}
+        for planned in plan.tensors:
+            if planned.record.raw:
+                continue
+            image = self._weights.unit(planned.stored_in).image
+            if image.tier != "host":  # a file may be cut while it is read
+                return None
+            kernels = planned.record.codec.kernels(torch.device("cpu"))
+            storage = storage_of(planned, image.tensor(), 0)
+            product = PackedProduct.of(planned.record, storage, kernels)
+            if product is None:
+                return None
+            products[planned.name] = product
+        return products
+
+    def enter_packed(self, plan: UnitPlan) -> dict[str, torch.Tensor]:
+        """Return the tensors of a unit that its image holds raw; the others are left packed."""
+        clock = self._clocks[plan.name]
+        clock.clear("decode", "stall")
+        views = self._in_place.get(plan.name)
+        if views is None:
+            views = self._in_place[plan.name] = plan.raw_views(self._weights)
+        clock.begin("compute")
+        return views
+
+    def leave_packed(self, plan: UnitPlan) -> None:
+        """End the time that a unit's module computes."""
+        self._clocks[plan.name].end("compute")
+
     def whole(self, name: str) -> torch.Tensor:
         """Decode one tensor to new memory."""
         return self._weights.read(name)
@@ -111,20 +145,17 @@ class HostEngine:
     def close(self) -> None:
         """Release the clocks."""
         self._clocks.clear()
+        self._in_place.clear()
 
     def _views(self, buffer: HostDecodeBuffer, plan: UnitPlan) -> dict[str, torch.Tensor]:
         """View a unit's tensors: decoded ones in the buffer, raw ones in the image."""
-        views = {}
+        views = plan.raw_views(self._weights)
         for planned in plan.tensors:
             record = planned.record
-            if record.raw:
-                image = self._weights.unit(planned.stored_in).image.tensor()
-                flat = image[record.offset : record.offset + record.nbytes]
-            else:
-                flat = buffer.data[
-                    planned.decoded_offset : planned.decoded_offset + record.decoded_nbytes
-                ]
-            views[planned.name] = record.restored(flat)
+            if not record.raw:
+                begin = planned.decoded_offset
+                flat = buffer.data[begin : begin + record.decoded_nbytes]
+                views[planned.name] = record.restored(flat)
         return views
 
 

@@ -13,6 +13,7 @@ from ..engine.progress import Progress, ProgressFunction
 from ..errors import ArgumentError, ArgumentTypeError
 from ..module_tensors import own_buffers, own_parameters
 from .attached import ATTRIBUTE, LateStream, OffloadedModel, find_offloaded
+from .fused import Fused, check_fused
 from .handles import WeightHandle
 from .report import OffloadReport
 from .residence import MIN_UNIT_BYTES, Keep, Tier, choose_tiers
@@ -31,6 +32,7 @@ def offload_weights(
     disk: str | os.PathLike[str] | None = None,
     depth: int = 2,
     sm_budget: int | None = 64,
+    fused: Fused = False,
     min_bytes: int = MIN_UNIT_BYTES,
     predicate: Predicate | None = None,
     codec: CodecName = "auto",
@@ -38,7 +40,8 @@ def offload_weights(
 ) -> OffloadReport:
     """Pack the weights of a model and stream them to the device as it runs.
 
-    The model remains the same object, with the same outputs, bit for bit. Its weights lie
+    The model remains the same object, with the same outputs, bit for bit, unless `fused` asks for
+    others. Its weights lie
     packed in page-locked host memory and cross one unit (transformer layer) after the other, ahead
     of their use; see `WeightStream`. Of embeddings, and where code takes rows of a weight itself
     (``weight[ids]``, ``weight[5:7]``), only the rows asked for are decoded.
@@ -63,6 +66,14 @@ def offload_weights(
         Units that are fetched ahead.
     sm_budget : int or None
         Multiprocessors of the GPU that decoding may take.
+    fused : bool or "auto"
+        Of units that are kept "packed", whether linear layers with 1 to 16 rows of input multiply
+        while they decode, so that weights are read once, packed. True: wherever they can. "auto":
+        where that is faster on this device, measured once for each shape and number of rows. What
+        they return is summed in another order than torch's product, so it differs by rounding, and
+        generated tokens may differ: the default is False, with the same bits. Larger inputs, passes
+        with gradients or autocast, and other weights than bfloat16 in the usual plan are decoded
+        ahead as ever.
     min_bytes : int
         Units of fewer raw bytes are kept on the device.
     predicate : callable, optional
@@ -114,6 +125,7 @@ def offload_weights(
     """
     _check_model(model)
     check_counts(depth, sm_budget)
+    check_fused(fused)
     device = device_or_default(execution_device, "execution_device")
     units = cut_units(model, packable(model, predicate))
     tiers = choose_tiers(units, keep, min_bytes)
@@ -136,8 +148,9 @@ def offload_weights(
         raise
     try:
         attached = OffloadedModel(
-            model, streamed, tiers, on_device, weights, source, device, depth, sm_budget, trainable
-        )
+            model, streamed, tiers, on_device, weights, source, device, depth, sm_budget, trainable,
+            fused,
+        )  # fmt: skip
     except BaseException:
         _put_back(streamed, weights, trainable, devices)
         weights.close()
@@ -158,6 +171,7 @@ def attach_weights(
     keep: Keep = None,
     depth: int = 2,
     sm_budget: int | None = 64,
+    fused: Fused = False,
     move_rest: bool = True,
 ) -> OffloadReport:
     """Stream weights that are packed already through a model.
@@ -170,7 +184,7 @@ def attach_weights(
         device are left there.
     weights : PackedWeights
         By the names of the model's parameters. They belong to the model from here on.
-    execution_device, keep, depth, sm_budget
+    execution_device, keep, depth, sm_budget, fused
         As for `offload_weights`; of `keep` only "packed" and "host" apply.
     move_rest : bool
         Whether the other parameters and the buffers move; not where they were placed already.
@@ -190,6 +204,7 @@ def attach_weights(
     """
     _check_model(model)
     check_counts(depth, sm_budget)
+    check_fused(fused)
     device = device_or_default(execution_device, "execution_device")
     units = cut_units(model, lambda name, _: name in weights)
     found = {ref.name for unit in units for ref in unit.refs}
@@ -225,7 +240,7 @@ def attach_weights(
         if move_rest:
             move_unpacked(model, device)
         attached = OffloadedModel(
-            model, units, tiers, {}, weights, source, device, depth, sm_budget, trainable
+            model, units, tiers, {}, weights, source, device, depth, sm_budget, trainable, fused
         )
     except BaseException:
         for ref, parameter in before:

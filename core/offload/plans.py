@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ..engine.kernels.format import RowStorage
 from .records import RAW_ALIGNMENT_BYTES, TensorRecord, round_up
 from .store import PackedWeights
 
@@ -91,6 +92,17 @@ class UnitPlan:
         """Bytes that cross the link for it."""
         return sum(piece.end - piece.begin for piece in self.pieces if piece.crosses)
 
+    def raw_views(self, weights: PackedWeights) -> dict[str, torch.Tensor]:
+        """View the tensors that are kept raw where they are stored."""
+        views = {}
+        for planned in self.tensors:
+            record = planned.record
+            if record.raw:
+                image = weights.unit(planned.stored_in).image.tensor()
+                flat = image[record.offset : record.offset + record.nbytes]
+                views[planned.name] = record.restored(flat)
+        return views
+
     def views(self, decoded: torch.Tensor) -> dict[str, torch.Tensor]:
         """View its tensors in a buffer of decoded tensors, uint8 ``[decoded_nbytes]``."""
         return {
@@ -134,3 +146,15 @@ def _ranges(
         (record.offset, record.offset + record.nbytes, {name: record})
         for name, record in wanted.items()
     ]
+
+
+def storage_of(planned: PlannedTensor, data: torch.Tensor, shift: int) -> RowStorage:
+    """View the tensors of packed rows in a buffer that begins `shift` bytes into their image."""
+    parts = {
+        name: data[part.offset + shift :][: part.nbytes].view(part.dtype).view(part.shape)
+        for name, part in planned.record.parts.items()
+    }
+    empty = torch.empty(0, dtype=torch.uint8, device=data.device)
+    return RowStorage(
+        parts["words"], parts["bases"], parts["lengths"], parts.get("row_clusters", empty)
+    )

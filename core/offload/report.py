@@ -49,6 +49,16 @@ class OffloadReport:
         """`raw_bytes` over `packed_bytes`; 1.0 with no bytes."""
         return ratio_of(self.raw_bytes, self.packed_bytes)
 
+    @property
+    def fused_note(self) -> str:
+        """What is to be known of results, where packed weights were multiplied; else ""."""
+        n = self.stats.get("fused", 0)
+        return (
+            f"{n} uses of units multiplied packed weights: sums in another order than torch's."
+            if n
+            else ""
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
         return {
@@ -77,4 +87,6 @@ class OffloadReport:
         console = Console(width=120, color_system=None)
         with console.capture() as captured:
             console.print(self.table())
+            if self.fused_note:
+                console.print(self.fused_note)
         return captured.get()

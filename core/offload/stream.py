@@ -15,6 +15,7 @@ from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .device_engine import DeviceEngine
 from .host_engine import HostEngine
 from .plans import UnitPlan, plan_unit
+from .products import PackedProduct
 from .store import PackedWeights
 
 
@@ -93,7 +94,7 @@ class WeightStream:
         self._window = Window(list(self._plans))
         self._buffers: list[Any] = []
         self._lock = threading.RLock()
-        self._acquisitions = self._loads = self._moved = 0
+        self._acquisitions = self._loads = self._moved = self._fused = 0
         self._closed = False
 
     # Contents
@@ -113,13 +114,15 @@ class WeightStream:
         """Return counts since the beginning.
 
         ``acquisitions``; ``loads``, those for which the unit had to be decoded; ``moved_bytes``
-        that crossed to a GPU; ``buffers`` of decoded tensors.
+        that crossed to a GPU; ``buffers`` of decoded tensors; ``fused``, uses of a unit whose
+        packed tensors were multiplied without being decoded first.
         """
         return {
             "acquisitions": self._acquisitions,
             "loads": self._loads,
             "moved_bytes": self._moved if self.device.type == "cuda" else 0,
             "buffers": len(self._buffers),
+            "fused": self._fused,
         }
 
     def times(self) -> dict[str, UnitTimes]:
@@ -184,6 +187,39 @@ class WeightStream:
             buffer.users -= 1
             if not self._closed:
                 self._fetch_ahead()
+
+    def products(self, unit: str) -> dict[str, PackedProduct] | None:
+        """Return products of few rows of input with a unit's packed tensors, without decoding them.
+
+        By name. None where one of them has to be decoded first, or the unit's image does not lie on
+        `device`.
+        """
+        plan = self.plan(unit)
+        with self._lock, torch.inference_mode(False):
+            found: dict[str, PackedProduct] | None = self._engine.products(plan)
+        return found
+
+    def acquire_packed(self, unit: str) -> dict[str, torch.Tensor]:
+        """Return the tensors of a unit that are kept raw, in its image; nothing is decoded.
+
+        For a unit that has `products`, to be used until `release_packed`. Errors are those of
+        `acquire`.
+        """
+        plan = self.plan(unit)
+        with self._lock:
+            if self._closed:
+                raise BitslabError("these streamed weights are closed")
+            self._engine.check()
+            with torch.inference_mode(False):
+                views: dict[str, torch.Tensor] = self._engine.enter_packed(plan)
+            self._fused += any(not planned.record.raw for planned in plan.tensors)
+        return views
+
+    def release_packed(self, unit: str) -> None:
+        """Give the tensors back; once for each `acquire_packed`."""
+        with self._lock:
+            if not self._closed:
+                self._engine.leave_packed(self.plan(unit))
 
     def whole(self, name: str) -> torch.Tensor:
         """Decode one tensor to new memory on `device`."""

@@ -23,6 +23,7 @@ from bitslab.module_tensors import own_buffers, own_parameters
 from bitslab.offload import (
     MIN_UNIT_BYTES,
     CodecName,
+    Fused,
     Keep,
     OffloadReport,
     PackedWeights,
@@ -32,6 +33,7 @@ from bitslab.offload import (
     WeightPacker,
     attach_weights,
     check_counts,
+    check_fused,
     choose_tiers,
     cut_units,
     offload_weights,
@@ -47,6 +49,7 @@ def compress_offloaded(
     disk: str | os.PathLike[str] | None = None,
     depth: int = 2,
     sm_budget: int | None = 64,
+    fused: Fused = False,
     min_bytes: int = MIN_UNIT_BYTES,
     codec: CodecName = "auto",
     progress: ProgressFunction | bool | None = None,
@@ -62,7 +65,7 @@ def compress_offloaded(
     model : torch.nn.Module
         A dispatched model; changed in place. Raw weights in host memory are freed as they are
         packed. A folder of weights on disk is read, and left as it is.
-    keep, disk, depth, sm_budget, min_bytes, codec, progress
+    keep, disk, depth, sm_budget, fused, min_bytes, codec, progress
         As for `bitslab.offload.offload_weights`, for the offloaded parts.
 
     Returns
@@ -90,6 +93,7 @@ def compress_offloaded(
     if not isinstance(model, nn.Module):
         raise ArgumentTypeError(f"model: expected a torch.nn.Module, got {type(model).__name__}")
     check_counts(depth, sm_budget)
+    check_fused(fused)
     check_unpacked(model)
     tensors = list(offloaded_tensors(model))
     if not tensors:
@@ -124,6 +128,7 @@ def compress_offloaded(
                 keep={unit.name: tiers[unit.name] for unit in streamed},
                 depth=depth,
                 sm_budget=sm_budget,
+                fused=fused,
                 move_rest=False,
             )
         except BaseException:
@@ -152,6 +157,7 @@ def offload_compressed(
     disk: str | os.PathLike[str] | None = None,
     depth: int = 2,
     sm_budget: int | None = 64,
+    fused: Fused = False,
     min_bytes: int = MIN_UNIT_BYTES,
     predicate: Predicate | None = None,
     codec: CodecName = "auto",
@@ -188,6 +194,7 @@ def offload_compressed(
         disk=disk,
         depth=depth,
         sm_budget=sm_budget,
+        fused=fused,
         min_bytes=min_bytes,
         predicate=predicate,
         codec=codec,

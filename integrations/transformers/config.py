@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from bitslab.devices import named_device
 from bitslab.engine import ProgressFunction
 from bitslab.errors import ArgumentError, ArgumentTypeError
-from bitslab.offload import JsonKeep, Tier
+from bitslab.offload import Fused, JsonKeep, Tier, check_fused
 
 #: The name in a ``config.json``, and of the quantizer.
 METHOD = "bitslab"
@@ -25,7 +25,7 @@ class BitslabConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignor
 
     ``AutoModelForCausalLM.from_pretrained(path, quantization_config=BitslabConfig())`` packs each
     unit (a layer, an embedding, a head) as soon as its weights are read. Every result is that of
-    the plain model, bit for bit.
+    the plain model, bit for bit, unless `fused` asks for others.
 
     Where weights lie and where the model runs:
 
@@ -61,6 +61,10 @@ class BitslabConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignor
         Units that are fetched ahead of the one that computes.
     sm_budget : int or None, default 64
         Multiprocessors that decoding may use while a layer computes; all for None.
+    fused : bool or "auto", default False
+        Whether linear layers of units that are kept "packed" multiply while they decode, for 1 to
+        16 rows of input: "auto" where that was measured to be faster, True wherever they can. Sums
+        are in another order then, so tokens may differ; see `bitslab.offload.offload_weights`.
     min_bytes : int, optional
         Units of fewer raw bytes are kept on the device; 64 KiB when left out.
     skip_modules : sequence of str, optional
@@ -92,6 +96,7 @@ class BitslabConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignor
         disk: str | os.PathLike[str] | None = None,
         depth: int = 2,
         sm_budget: int | None = 64,
+        fused: Fused = False,
         min_bytes: int | None = None,
         skip_modules: Sequence[str] | None = None,
         progress: ProgressFunction | bool | None = None,
@@ -105,6 +110,8 @@ class BitslabConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignor
         self.disk = _checked_path(disk)
         self.depth = _at_least("depth", depth, 0)
         self.sm_budget = None if sm_budget is None else _at_least("sm_budget", sm_budget, 1)
+        check_fused(fused)
+        self.fused: Any = fused
         self.min_bytes = None if min_bytes is None else _at_least("min_bytes", min_bytes, 0)
         self.skip_modules = _checked_names(skip_modules)
         if not (progress is None or isinstance(progress, bool) or callable(progress)):

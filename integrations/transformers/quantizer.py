@@ -412,6 +412,7 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
                     keep={u: "packed" for u in weights.units if loader.places.get(u) == "packed"},
                     depth=self.config.depth,
                     sm_budget=self.config.sm_budget,
+                    fused=self.config.fused,
                 )
             except BaseException:
                 weights.close()

@@ -23,6 +23,7 @@ from .link import LinkModel, measure_link
 from .lossy_range import LossyRange, LossySchedule, lossy_range
 from .measuring import fit_time_model, measure_codec
 from .network import NetworkModel, network_model
+from .product_times import FusedTimes, fused_times, measured_rows
 from .swap_timeline import SwapLimits
 from .swapping import (
     POLICIES,
@@ -44,6 +45,7 @@ __all__ = [
     "CodecTimes",
     "Decision",
     "DecisionHistory",
+    "FusedTimes",
     "Line",
     "LinkModel",
     "LossyRange",
@@ -63,9 +65,11 @@ __all__ = [
     "decode_bytes_per_s",
     "fit_codec_times",
     "fit_time_model",
+    "fused_times",
     "lossy_range",
     "measure_codec",
     "measure_link",
+    "measured_rows",
     "network_model",
     "packed_bytes",
     "pays_to_sort",

@@ -25,6 +25,7 @@ from .format import (
     bases_of_rows,
     words_of_rows,
 )
+from .packed_products import PackedLinear, is_multiplied_packed
 from .rewriting import MAX_REWRITTEN_ROW_BYTES, LeavingRows, OverflowPlaces
 from .typed_products import PackedRows
 
@@ -256,6 +257,20 @@ class RowKernels(ABC):
         """
         return None
 
+    def prepare_linear(
+        self, storage: RowStorage, dtype: torch.dtype, facts: Mapping[str, int]
+    ) -> PackedLinear | None:
+        """Return what multiplies by a weight whose rows are packed; None where it is decoded first.
+
+        Parameters
+        ----------
+        storage, facts
+            As for `decode`: the weight ``[N, K]``, row by row.
+        dtype : torch.dtype
+            Of its elements.
+        """
+        return None
+
     @abstractmethod
     def locate(
         self, table: TableStorage, ids: torch.Tensor
@@ -413,6 +428,15 @@ class LayoutKernels(RowKernels):
     ) -> PackedRows | None:
         """Return the rows with their layout."""
         return PackedRows(table, self.layout, dtype, cache, counters)
+
+    def prepare_linear(
+        self, storage: RowStorage, dtype: torch.dtype, facts: Mapping[str, int]
+    ) -> PackedLinear | None:
+        """See `kernels.cpu.prepare_linear`."""
+        if not is_multiplied_packed(self.layout, dtype):
+            return None
+        linear: PackedLinear = self._kernels.prepare_linear(storage, self.layout, facts)
+        return linear
 
     @property
     def rewrites(self) -> bool:

@@ -36,6 +36,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "depth": ({"depth": -1}, ArgumentError, "depth: -1, accepted are integers from 0"),
     "depth type": ({"depth": 2.0}, ArgumentTypeError, "depth: float"),
     "sm_budget": ({"sm_budget": 0}, ArgumentError, "sm_budget: 0"),
+    "fused": ({"fused": "always"}, ArgumentError, "fused: 'always', accepted are True, False"),
     "min_bytes": ({"min_bytes": -1}, ArgumentError, "min_bytes: -1"),
     "skip text": ({"skip_modules": "lm_head"}, ArgumentTypeError, "skip_modules: str"),
     "skip number": ({"skip_modules": [3]}, ArgumentTypeError, "skip_modules: 3"),
@@ -65,6 +66,7 @@ OPTIONS: dict[str, Any] = {
     "disk": "packed.safetensors",
     "depth": 3,
     "sm_budget": 32,
+    "fused": "auto",
     "min_bytes": 0,
     "skip_modules": ["lm_head"],
 }

@@ -24,6 +24,7 @@ from .compiling import call
 from .constants import chunks_of, constants_of, unsigned
 from .items import PreparedItems
 from .loading import encoding_shorts, gathering, mapping, packing
+from .packed_linear import prepare_linear as prepare_linear
 from .planning import agreed_masks as agreed_masks
 from .planning import frequent_values as frequent_values
 from .planning import sizes_by_option as sizes_by_option

@@ -20,6 +20,7 @@ from .kept import RowPlacer
 from .lz4 import Lz4Kernels
 from .map import MapKernels
 from .pack import PackKernels
+from .packed_linear import PackedLinearKernels
 from .plan import PlanKernels
 from .quantized import TileKernels
 from .rewrite import RewriteKernels
@@ -92,6 +93,7 @@ class CudaKernels:
         self.prepare_decode = decode.prepare_decode
         self.pack_blob = PackKernels(runner).pack_blob
         self.unpack_blob = UnpackKernels(runner, decode).unpack_blob
+        self.prepare_linear = PackedLinearKernels(runner).prepare_linear
         self.copy_rows = CopyKernels(runner).copy_rows
         self.copy_blob = BlobCopyKernels(runner).copy_blob
         attend = AttendKernels(runner)

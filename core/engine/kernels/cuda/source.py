@@ -52,6 +52,7 @@ from ..kept_format import (
     RUN_UNITS,
     ZFP_FORM,
 )
+from ..packed_products import LINEAR_SHAPES, LinearShape
 from ..rewriting import DONE, FREE, FREED, LAUNCHES, REWRITTEN, TAKEN, USED
 from ..tile_format import (
     LEVELS,
@@ -65,13 +66,7 @@ from ..tile_format import (
 )
 from ..typed_products import PRODUCT_DEFINES, product_settings
 from ..vector_chunks import VECTOR_KERNELS, VECTOR_NUMBERS, vector_settings
-from ..zfp_format import (
-    FLOAT_KINDS,
-    LEAST_EXPONENT,
-    MOST_BLOCK_BITS,
-    PLANE_BITS,
-    FloatKind,
-)
+from ..zfp_format import FLOAT_KINDS, LEAST_EXPONENT, MOST_BLOCK_BITS, PLANE_BITS, FloatKind
 
 _FOLDER = Path(__file__).parent
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
@@ -108,6 +103,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "lz4": ("place_parts", "move_parts", "find_parts", "check_parts", "finish_parts"),
     "zfp": ("encode_zfp", "pack_zfp", "decode_zfp"),
     "typed_gemm": ("multiply_rows", "multiply_gradient"),
+    "packed_linear": ("multiply_packed",),
     "segment_sums": (
         "sum_segments",
         "dot_entries",
@@ -171,7 +167,7 @@ KEPT_DEFINES: dict[str, int | str] = {
 }
 #: Kernels of whole tensors, which are compiled for each size or kind of element.
 NAMED_BY_SETTINGS = {"copy", "bags", "attend", "quantized", "zvc", "typed_gemm", "segment_sums"}
-NAMED_BY_SETTINGS |= set(VECTOR_KERNELS)
+NAMED_BY_SETTINGS |= {"packed_linear", *VECTOR_KERNELS}
 UNIT_FILES = ("zeros", "csr", "rle", "zfp")
 
 #: Bytes of the values of rows that are pooled in bags.
@@ -348,7 +344,7 @@ class PlainVariant:
             return f"{self.file}-" + "-".join(f"{k.lower()}{v}" for k, v in self.settings[:1])
         if self.file not in NAMED_BY_SETTINGS:
             return self.file
-        most = {"quantized": len(TILE_SETTINGS), "zvc": 1, "typed_gemm": 1}
+        most = {"quantized": len(TILE_SETTINGS), "zvc": 1, "typed_gemm": 1, "packed_linear": 1}
         most |= dict.fromkeys(VECTOR_KERNELS, 2)
         named = self.settings[: most.get(self.file)]
         return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in named)])
@@ -432,6 +428,11 @@ def typed_gemm_variant(value_bytes: int) -> PlainVariant:
     """Return the typed products of raw rows, of values of so many bytes."""
     settings = product_settings(value_bytes) | CACHE_DEFINES
     return PlainVariant("typed_gemm", tuple(settings.items()))
+
+
+def packed_linear_variant(shape: LinearShape) -> PlainVariant:
+    """Return the product with packed weights for some rows of input."""
+    return PlainVariant("packed_linear", shape.settings())
 
 
 def tile_stride(dim: int) -> int:
@@ -562,6 +563,7 @@ def all_variants() -> Iterator[AnyVariant]:
     ):
         yield attend_variant(groups, rows, dtype)
     yield from map(typed_gemm_variant, PRODUCT_DEFINES)
+    yield from map(packed_linear_variant, LINEAR_SHAPES)
     yield from (segment_sums_variant(size, v) for size in (4, 8) for v in (1, 16 // size))
     for unit, pieces in COPY_PIECES.items():
         yield from (copy_variant(unit, piece) for piece in pieces)
