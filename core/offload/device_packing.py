@@ -39,7 +39,7 @@ T = TypeVar("T")
 THREAD_NAME = "bitslab-packing"
 #: Threads that read weights in host memory, half of the cores at most. One reads a mapped file at 2
 #: to 5 GB/s, as it enters its pages in the page table meanwhile. Their pieces on the GPU take at
-#: most half of what may be on the way.
+#: most half of the bytes that its memory allows to be on the way.
 UPLOADERS = 6
 #: Memory of the GPU that each of them takes at first: for so many tensors such as its first one.
 TENSORS_AHEAD = 4
