@@ -116,24 +116,29 @@ def test_images_are_those_that_are_packed_in_turn(codec, place, tensors, tmp_pat
     assert len(lanes) == 1 and not packing_threads()
 
 
+def bytes_on_way(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the raw bytes on the way after each tensor that is admitted."""
+    found: list[int] = []
+    admit = DevicePacking.admit
+
+    def watched(self: DevicePacking, nbytes: int, make_room: Any) -> None:
+        admit(self, nbytes, make_room)
+        found.append(self._bytes_on_way)
+
+    monkeypatch.setattr(DevicePacking, "admit", watched)
+    return found
+
+
 def test_units_that_come_mixed_and_are_larger_than_what_may_be_on_the_way(
     tensors, lanes, monkeypatch
 ):
     monkeypatch.setattr(device_packing, "MOST_BYTES", 100_000)
-    most = 0
-    admit = DevicePacking.admit
-
-    def watched(self: DevicePacking, nbytes: int, make_room: Any) -> None:
-        nonlocal most
-        admit(self, nbytes, make_room)
-        most = max(most, self._bytes_on_way)
-
-    monkeypatch.setattr(DevicePacking, "admit", watched)
+    on_way = bytes_on_way(monkeypatch)
     mixed = ["other", "weight", "noise", "bias", "empty", "narrow", "transposed", "scalar"]
     found = pack({name: tensors[name] for name in mixed})
     for name, tensor in tensors.items():
         assert same_bits(found.read(name), tensor), name
-    assert 0 < most <= max(100_000, *(tensor.nbytes for tensor in tensors.values()))
+    assert 0 < max(on_way) <= max(100_000, *(tensor.nbytes for tensor in tensors.values()))
     assert lanes[0]._bytes_on_way == 0
 
 
@@ -168,15 +173,7 @@ def test_memory_and_cores_that_are_short_bound_what_is_on_the_way_too():
 
 def test_a_small_model_is_packed_in_one_thread_and_its_tensors_are_counted(lanes, monkeypatch):
     monkeypatch.setattr(device_packing, "PIECE_BYTES", 20_000)
-    most = 0
-    admit = DevicePacking.admit
-
-    def watched(self: DevicePacking, nbytes: int, make_room: Any) -> None:
-        nonlocal most
-        admit(self, nbytes, make_room)
-        most = max(most, self._bytes_on_way)
-
-    monkeypatch.setattr(DevicePacking, "admit", watched)
+    on_way = bytes_on_way(monkeypatch)
     model = Blocks(width=64)
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     raw_bytes = sum(p.nbytes for p in model.parameters())
@@ -184,7 +181,7 @@ def test_a_small_model_is_packed_in_one_thread_and_its_tensors_are_counted(lanes
     offload_weights(model, execution_device="cpu", min_bytes=0)
     assert all(same_bits(t, expected[name]) for name, t in model.state_dict().items())
     assert len(lanes) == 1 and lanes[0]._limit_bytes == int(raw_bytes * 2 / 3) > 20_000
-    assert largest < most <= lanes[0]._limit_bytes
+    assert largest < max(on_way) <= lanes[0]._limit_bytes
 
 
 def test_tensors_that_are_uploaded_are_there_at_the_end(tensors, lanes, monkeypatch):
