@@ -88,8 +88,11 @@ class OptimizerAdapter:
         optimizer = self._optimizer()
         if optimizer is None or self.row_wise:
             return
+        rows = self._rows()
+        if rows is None:
+            raise BitslabError("optimizer: its rows are gone")
         options = self.options if options is None else options
-        reason = why_refused(optimizer, options, self._parameter)
+        reason = why_refused(optimizer, options, rows.parameter)
         if reason:
             raise refused(optimizer, reason)
 
@@ -116,7 +119,7 @@ class OptimizerAdapter:
     def _state(self) -> dict[str, Any]:
         """Return the optimizer's state of the parameter; it may be empty."""
         optimizer = self._optimizer()
-        if optimizer is None or not optimizer.state:  # as of SGD, which each step asks
+        if optimizer is None or not optimizer.state:
             return {}
         state: dict[str, Any] = optimizer.state.get(self._parameter, {})
         return state
@@ -153,10 +156,11 @@ class OptimizerAdapter:
         made_now : bool
             Whether new state was made by the step just taken, in the shape of the parameter.
         """
-        if not self._known and not self._state():
-            return
+        optimizer = self._optimizer()
+        if not self._known and (optimizer is None or not optimizer.state):
+            return  # as of SGD, in each step
         rows = self._rows()
-        if rows is None:
+        if rows is None or (not self._known and not self._state()):
             return
         n_slots, n_rows = rows.parameter.shape[0], len(rows)
         if not made_now:
@@ -466,16 +470,14 @@ def watch(rows: CacheState) -> None:
     add_watched(rows)
 
 
-def _concerns(optimizer: torch.optim.Optimizer, rows: CacheState, group: Mapping[str, Any]) -> bool:
-    """Return whether a step is about these rows: not if it skips them and could not train them.
+def _concerns(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
+    """Return whether a step is about rows without gradient: not if it could not train them.
 
     It skips them where it trains the rest of a model.
     """
-    return (
-        rows.parameter.grad is not None
-        or not passes_over(optimizer)
-        or not why_refused_when_made(optimizer, {**optimizer.defaults, **group})
-    )
+    if not passes_over(optimizer):
+        return True
+    return not why_refused_when_made(optimizer, {**optimizer.defaults, **group})
 
 
 def _check_new_groups() -> None:
@@ -538,7 +540,7 @@ def _check_step(
     optimizer: torch.optim.Optimizer, ours: Iterable[tuple[CacheState, dict[str, Any]]]
 ) -> None:
     for rows, group in ours:
-        if _concerns(optimizer, rows, group):
+        if rows.parameter.grad is not None or _concerns(optimizer, group):
             rows.training.before_step(optimizer, {**optimizer.defaults, **group})
 
 
@@ -558,7 +560,7 @@ def _with_gradients(
 
 def _after_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     for rows, group in rows_in(optimizer, same_step=True):
-        if _concerns(optimizer, rows, group):
+        if rows.parameter.grad is not None or _concerns(optimizer, group):
             rows.training.after_step(optimizer)
 
 

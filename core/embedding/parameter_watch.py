@@ -58,7 +58,8 @@ class ParameterWatch:
 
     def accept_step(self) -> None:
         """Accept what an optimizer's step has written."""
-        rows = self._rows
+        rows = self._owner()
+        assert rows is not None
         version = rows.parameter._version
         # One write is the step's. More may be those of a hook of the optimizer.
         one = version - self._version <= 1
@@ -95,7 +96,8 @@ class ParameterWatch:
         BitslabError
             When something else has changed it.
         """
-        rows = self._rows
+        rows = self._owner()
+        assert rows is not None
         rows.training.gradients.raise_known()
         parameter = rows.parameter
         if parameter._version == self._version and parameter.data_ptr() in self._addresses:

@@ -48,12 +48,13 @@ def why_refused(
     parameter : torch.Tensor
         That of the rows.
     """
-    if not is_of_torch(optimizer):
+    kind = type(optimizer)
+    if kind not in _UNWANTED and not is_of_torch(optimizer):
         return "moves rows that were not looked up, or is not known"
-    reason = _why_torchs_refused(type(optimizer), group)
+    reason = _why_torchs_refused(kind, group)
     grad = parameter.grad
     # Without a gradient a step does nothing; one that a closure computes is checked then.
-    if reason or grad is None or grad.is_sparse or type(optimizer) is torch.optim.SparseAdam:
+    if reason or grad is None or grad.is_sparse or kind is torch.optim.SparseAdam:
         return reason
     return _why_not_dense(group, parameter)
 

@@ -26,6 +26,7 @@ import torch
 
 from ..compressed import CompressedTensor
 from ..dtypes import flat_bytes
+from ..engine.kernels.format import ceil_div
 from ..engine.memory.page_taking import available_cores
 from ..engine.transfer import RowUploader, StreamLane, ThreadLane
 from ..engine.transfer.lanes import Mark, record_on
@@ -38,7 +39,7 @@ T = TypeVar("T")
 THREAD_NAME = "bitslab-packing"
 #: Threads that read weights in host memory, half of the cores at most. One reads a mapped file at 2
 #: to 5 GB/s, as it enters its pages in the page table meanwhile. Their pieces on the GPU take at
-#: most half of what may be on the way.
+#: most half of the bytes that its memory allows to be on the way.
 UPLOADERS = 6
 #: Memory of the GPU that each of them takes at first: for so many tensors such as its first one.
 TENSORS_AHEAD = 4
@@ -47,6 +48,12 @@ IMAGE_THREADS = 3
 #: Raw bytes on the way, at most, and at least where memory of the GPU is short; and the share of
 #: its free memory between both.
 MOST_BYTES, LEAST_BYTES, FREE_SHARE = 2 << 30, 256 << 20, 0.5
+#: The share of all tensors' bytes that may be on the way, above one piece of them: what is on the
+#: way comes on top of a model's own memory. From 3 GiB of tensors on `MOST_BYTES` is less.
+TENSORS_SHARE = 2 / 3
+#: Bytes of all tensors for which one more thread reads them: each takes `STAGED` page-locked
+#: buffers, and `RING` pieces on the GPU.
+UPLOADER_BYTES = RING * PIECE_BYTES
 
 
 class OnDevice:
@@ -81,17 +88,26 @@ class DevicePacking:
         The GPU.
     images_in_turn : bool
         Whether images are made one after the other, as those of a file are.
+    tensors_bytes : int or None
+        Raw bytes of all tensors, where they are known: of few, fewer are on the way at a time, in
+        fewer threads.
 
     Notes
     -----
     One thread at a time queues work. Work that failed raises its error from its future alone.
     """
 
-    def __init__(self, device: torch.device, *, images_in_turn: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        images_in_turn: bool = False,
+        tensors_bytes: int | None = None,
+    ) -> None:
         self.device = device
-        self._limit_bytes = _limit_bytes(device)
-        most = self._limit_bytes // (2 * RING * PIECE_BYTES)
-        uploaders = max(1, min(UPLOADERS, available_cores() // 2, most))
+        room = _room_bytes(device)
+        self._limit_bytes = limit_bytes(room, tensors_bytes)
+        uploaders = n_uploaders(room, tensors_bytes, available_cores())
         self._bytes_of_uploader = self._limit_bytes // uploaders
         self._uploading = ThreadLane(f"{THREAD_NAME}-upload", uploaders)
         self._imaging = ThreadLane(f"{THREAD_NAME}-image", 1 if images_in_turn else IMAGE_THREADS)
@@ -302,7 +318,30 @@ def _copy_parts(ct: CompressedTensor, record: TensorRecord, image: torch.Tensor)
         part.of(image).copy_(ct.packed.parts[name], non_blocking=True)
 
 
-def _limit_bytes(device: torch.device) -> int:
+def limit_bytes(room: int, tensors_bytes: int | None) -> int:
+    """Return the raw bytes that may be on the way at a time.
+
+    Parameters
+    ----------
+    room : int
+        Bytes that the GPU's memory allows.
+    tensors_bytes : int or None
+        Raw bytes of all tensors, where they are known.
+    """
+    if tensors_bytes is None:
+        return room
+    return min(room, max(PIECE_BYTES, int(TENSORS_SHARE * tensors_bytes)))
+
+
+def n_uploaders(room: int, tensors_bytes: int | None, cores: int) -> int:
+    """Return the number of threads that read weights in host memory, on a number of cores."""
+    most = min(UPLOADERS, cores // 2, room // (2 * RING * PIECE_BYTES))
+    if tensors_bytes is not None:
+        most = min(most, ceil_div(tensors_bytes, UPLOADER_BYTES))
+    return max(1, most)
+
+
+def _room_bytes(device: torch.device) -> int:
     if device.type != "cuda":
         return MOST_BYTES
     free, _ = torch.cuda.mem_get_info(device)

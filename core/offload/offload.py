@@ -100,7 +100,8 @@ def offload_weights(
     Notes
     -----
     With a GPU, weights are packed there wherever they lie, and replaced unit by unit; up to 2 GiB
-    of them are on the way at a time, or half of the GPU's free memory where that is less.
+    of them are on the way at a time, two thirds of the weights or half of the GPU's free memory
+    where that is less.
 
     A packed weight is read-only and gets no gradients; gradients pass through it. What a module
     returns is its caller's for good, but a weight, or a view of one, that code keeps aside during a
@@ -138,7 +139,14 @@ def offload_weights(
     }
     # Where the model comes from, for undoing.
     devices = {s.name: p.device for u in streamed for s in u.refs if (p := s.get()) is not None}
-    packer = WeightPacker(names, disk=disk, codec=codec, aliases=aliases, device=device)
+    packer = WeightPacker(
+        names,
+        disk=disk,
+        codec=codec,
+        aliases=aliases,
+        device=device,
+        tensors_bytes=sum(unit.raw_nbytes for unit in streamed),
+    )
     try:
         _pack(streamed, packer, source, device, progress)
         weights = packer.finish()

@@ -64,6 +64,9 @@ class WeightPacker:
         A GPU that keeps the images, instead of host memory.
     upload_bytes : int
         Bytes of all tensors for `upload`: memory of the GPU for them is taken here, at once.
+    tensors_bytes : int, optional
+        Raw bytes of all tensors, those for `upload` too. With a GPU, two thirds of them are on the
+        way at a time at most; 2 GiB when left out, or where that is less.
 
     Raises
     ------
@@ -100,6 +103,7 @@ class WeightPacker:
         device: torch.device | None = None,
         images_on: torch.device | None = None,
         upload_bytes: int = 0,
+        tensors_bytes: int | None = None,
     ) -> None:
         self._wanted = {unit: list(names) for unit, names in units.items()}
         self._stored_in: dict[str, str] = {}
@@ -116,6 +120,7 @@ class WeightPacker:
         self._images_on = _gpu(images_on)
         if self._device is not None:
             take_device_memory(upload_bytes, self._device)
+        self._tensors_bytes = tensors_bytes
         self._lanes: DevicePacking | None = None
         self._incomplete: dict[str, dict[str, _Piece]] = {}
         self._on_way: dict[str, Future[PackedUnit]] = {}
@@ -233,7 +238,11 @@ class WeightPacker:
         """Return what packs on a GPU, made at the first use; None where none has to do with it."""
         device = self._device or (tensor.device if tensor.is_cuda else self._images_on)
         if self._lanes is None and device is not None:
-            self._lanes = DevicePacking(device, images_in_turn=self._file is not None)
+            self._lanes = DevicePacking(
+                device,
+                images_in_turn=self._file is not None,
+                tensors_bytes=self._tensors_bytes,
+            )
         return self._lanes
 
     def _spill(self) -> int:

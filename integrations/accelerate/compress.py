@@ -115,7 +115,14 @@ def compress_offloaded(
         streamed, on_device = split_units(units, tiers)
         names, aliases = stored_names(streamed)
         rest = _loaded_rest(tensors, streamed, device)
-        packer = WeightPacker(names, codec=codec, disk=disk, aliases=aliases, device=device)
+        packer = WeightPacker(
+            names,
+            codec=codec,
+            disk=disk,
+            aliases=aliases,
+            device=device,
+            tensors_bytes=sum(unit.raw_nbytes for unit in streamed),
+        )
         freed: list[tuple[OffloadedTensor, str]] = []
         weights: PackedWeights | None = None
         try:

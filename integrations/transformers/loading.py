@@ -56,14 +56,19 @@ class WeightLoader:
             place: {u: names for u, names in units.items() if places[u] == place}
             for place in ("packed", "host")
         }
-        kept = sum(sizes[n] for u, names in units.items() if places[u] == "device" for n in names)
+        raw = {place: 0 for place in ("device", "host", "packed")}
+        for unit, names in units.items():
+            raw[places[unit]] += sum(sizes[name] for name in names)
         self._streamed = WeightPacker(
             chosen["host"],
             disk=disk if chosen["host"] else None,
             device=device,
-            upload_bytes=kept,
+            upload_bytes=raw["device"],
+            tensors_bytes=raw["device"] + raw["host"],
         )
-        self._packed_on_device = WeightPacker(chosen["packed"], device=device, images_on=device)
+        self._packed_on_device = WeightPacker(
+            chosen["packed"], device=device, images_on=device, tensors_bytes=raw["packed"]
+        )
         self._taken: set[str] = set()
         self._sizes = dict(sizes)
         self._progress = Progress("compressing weights", sum(self._sizes.values()), progress)

@@ -64,7 +64,11 @@ def lanes(monkeypatch) -> Iterator[list[DevicePacking]]:
 
     def lanes_for(packer: WeightPacker, tensor: torch.Tensor) -> DevicePacking:
         if packer._lanes is None:
-            packer._lanes = DevicePacking(CPU, images_in_turn=packer._file is not None)
+            packer._lanes = DevicePacking(
+                CPU,
+                images_in_turn=packer._file is not None,
+                tensors_bytes=packer._tensors_bytes,
+            )
             made.append(packer._lanes)
         return packer._lanes
 
@@ -112,25 +116,72 @@ def test_images_are_those_that_are_packed_in_turn(codec, place, tensors, tmp_pat
     assert len(lanes) == 1 and not packing_threads()
 
 
+def bytes_on_way(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that gets the raw bytes on the way after each tensor that is admitted."""
+    found: list[int] = []
+    admit = DevicePacking.admit
+
+    def watched(self: DevicePacking, nbytes: int, make_room: Any) -> None:
+        admit(self, nbytes, make_room)
+        found.append(self._bytes_on_way)
+
+    monkeypatch.setattr(DevicePacking, "admit", watched)
+    return found
+
+
 def test_units_that_come_mixed_and_are_larger_than_what_may_be_on_the_way(
     tensors, lanes, monkeypatch
 ):
     monkeypatch.setattr(device_packing, "MOST_BYTES", 100_000)
-    most = 0
-    admit = DevicePacking.admit
-
-    def watched(self: DevicePacking, nbytes: int, make_room: Any) -> None:
-        nonlocal most
-        admit(self, nbytes, make_room)
-        most = max(most, self._bytes_on_way)
-
-    monkeypatch.setattr(DevicePacking, "admit", watched)
+    on_way = bytes_on_way(monkeypatch)
     mixed = ["other", "weight", "noise", "bias", "empty", "narrow", "transposed", "scalar"]
     found = pack({name: tensors[name] for name in mixed})
     for name, tensor in tensors.items():
         assert same_bits(found.read(name), tensor), name
-    assert 0 < most <= max(100_000, *(tensor.nbytes for tensor in tensors.values()))
+    assert 0 < max(on_way) <= max(100_000, *(tensor.nbytes for tensor in tensors.values()))
     assert lanes[0]._bytes_on_way == 0
+
+
+GIB, MIB = 1 << 30, 1 << 20
+
+
+@pytest.mark.parametrize(
+    ("tensors_bytes", "limit", "threads"),
+    [
+        pytest.param(None, 2 * GIB, 6, id="unknown"),
+        pytest.param(14 * GIB, 2 * GIB, 6, id="14 GiB"),
+        pytest.param(3 * GIB, 2 * GIB, 6, id="3 GiB"),
+        pytest.param(768 * MIB, 512 * MIB, 6, id="768 MiB"),
+        pytest.param(300 * MIB, 200 * MIB, 3, id="300 MiB"),
+        pytest.param(96 * MIB, 64 * MIB, 1, id="96 MiB"),
+        pytest.param(1 * MIB, 64 * MIB, 1, id="1 MiB"),
+        pytest.param(0, 64 * MIB, 1, id="none"),
+    ],
+)
+def test_of_few_tensors_fewer_are_on_the_way(tensors_bytes, limit, threads):
+    room = 2 * GIB
+    assert device_packing.limit_bytes(room, tensors_bytes) == limit
+    assert device_packing.n_uploaders(room, tensors_bytes, cores=16) == threads
+
+
+def test_memory_and_cores_that_are_short_bound_what_is_on_the_way_too():
+    assert device_packing.limit_bytes(300 * MIB, 3 * GIB) == 300 * MIB
+    assert device_packing.n_uploaders(600 * MIB, 3 * GIB, cores=16) == 2
+    assert device_packing.n_uploaders(2 * GIB, 3 * GIB, cores=6) == 3
+    assert device_packing.n_uploaders(100 * MIB, 3 * GIB, cores=1) == 1
+
+
+def test_a_small_model_is_packed_in_one_thread_and_its_tensors_are_counted(lanes, monkeypatch):
+    monkeypatch.setattr(device_packing, "PIECE_BYTES", 20_000)
+    on_way = bytes_on_way(monkeypatch)
+    model = Blocks(width=64)
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    raw_bytes = sum(p.nbytes for p in model.parameters())
+    largest = max(p.nbytes for p in model.parameters())
+    offload_weights(model, execution_device="cpu", min_bytes=0)
+    assert all(same_bits(t, expected[name]) for name, t in model.state_dict().items())
+    assert len(lanes) == 1 and lanes[0]._limit_bytes == int(raw_bytes * 2 / 3) > 20_000
+    assert largest < max(on_way) <= lanes[0]._limit_bytes
 
 
 def test_tensors_that_are_uploaded_are_there_at_the_end(tensors, lanes, monkeypatch):

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 
+from bitslab.engine.kernels import cpu
+from bitslab.engine.kernels.cuda.rewrite import warps_for
 from bitslab.engine.kernels.cuda.source import Variant
 from bitslab.engine.kernels.format import NO_ROW
-from bitslab.engine.kernels.rewriting import USED_BITS, LeavingRows
+from bitslab.engine.kernels.rewriting import MAX_REWRITTEN_ROW_BYTES, USED_BITS, LeavingRows
 from tests.engine.kernels.cases import make_case
-from tests.engine.kernels.rewrite_cases import KINDS, N_ROWS, Packed, cases_of, check
+from tests.engine.kernels.rewrite_cases import (
+    KINDS,
+    N_ROWS,
+    Packed,
+    assert_same,
+    cases_of,
+    check,
+)
 from tests.simt.module import guarded
 from tests.simt.runner import simt_kernels
 from tests.simt.variants import variants_drawn
@@ -39,6 +49,28 @@ def test_the_kernel_writes_what_its_twin_writes(variant, kind):
         moves |= check(case, kind, seed, rewrite, lambda t: guarded(t.clone()))
         assert {used for used, _ in runner.launched} == {variant}
     assert moves == (kind == "compact")
+
+
+@pytest.mark.parametrize(
+    ("row_bytes", "warps"), [(6144, 8), (6160, 7), (12_304, 3), (48 << 10, 1)], ids=str
+)
+def test_rows_that_are_long_are_packed_by_fewer_warps(row_bytes, warps):
+    case = make_case(Variant("rewrite", 4, 3, False, True), n_rows=N_ROWS, row_bytes=row_bytes)
+    assert warps_for(case.layout) == warps
+    assert row_bytes <= MAX_REWRITTEN_ROW_BYTES
+    kernels, _ = simt_kernels()
+    packed, before = Packed(case, "compact"), Packed(case, "compact")
+    n = 6
+    rows = guarded(case.rows[:n].flip(0).contiguous())
+    rows[::3] = torch.from_numpy(
+        np.random.default_rng(0).integers(0, 256, rows[::3].shape, np.uint8)
+    )
+    batch = LeavingRows(rows, torch.arange(n), torch.arange(n), torch.tensor([n]), n)
+    kernels.rewrite_rows(packed.table, case.layout, packed.places, batch)
+    cpu.rewrite_rows(before.table, case.layout, before.places, batch)
+    assert torch.equal(packed.gathered()[:n], rows)
+    assert torch.equal(packed.gathered()[n:], case.rows[n:])
+    assert_same(before, packed)
 
 
 @pytest.mark.parametrize("coming", [0, 5])

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import torch
 
 #: Rows up to these bytes are put together in shared memory on a GPU; longer ones are not rewritten.
-MAX_REWRITTEN_ROW_BYTES = 6 << 10
+#: Every GPU has as much for a block that asks for it: 99 KiB at the least.
+MAX_REWRITTEN_ROW_BYTES = 48 << 10
 
 #: Words of `OverflowPlaces.state`: places in use or free again, how many of them are free, those
 #: taken and freed by this launch, blocks of it that are done, launches, and rows rewritten so far.

@@ -55,10 +55,18 @@ def test_a_gpu_writes_what_the_twin_writes(variant, kind):
 
 
 @pytest.mark.parametrize("layout", KINDS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_large_batches_are_whole_on_the_host(layout, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "dim", "n_rows", "n"),
+    [
+        pytest.param(torch.float32, 64, 50_000, 20_000, id="256B"),
+        pytest.param(torch.bfloat16, 64, 50_000, 20_000, id="128B"),
+        pytest.param(torch.float32, 4096, 3000, 1500, id="16KiB"),
+        pytest.param(torch.bfloat16, 24_576, 900, 500, id="48KiB"),
+    ],
+)
+def test_large_batches_are_whole_on_the_host(layout, dtype, dim, n_rows, n):
     """Many warps take and free places of the overflow area at once."""
-    n_rows, dim, n, device = 50_000, 64, 20_000, torch.device("cuda", torch.cuda.current_device())
+    device = torch.device("cuda", torch.cuda.current_device())
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(n_rows, dim, generator=generator).to(dtype)
     table = CompressedTable.from_tensor(rows, layout, codec="ibp", progress=False)

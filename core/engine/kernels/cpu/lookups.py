@@ -61,7 +61,9 @@ CHUNKS = 20
 BATCH = 21  # rows that take each step together, up to MAX_BATCH, a power of two
 SIZES = 22
 
-MAX_BATCH = 32
+#: Of few rows, some steps have a handful of rows each: where their loops end is what a processor
+#: cannot foresee, and costs as much as a row.
+MAX_BATCH = 128
 DAMAGED = -1
 
 # What a lookup of bags of one id each reads in addition to the table, int64 each. A resident

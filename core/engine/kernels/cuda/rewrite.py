@@ -6,13 +6,15 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from ..format import RowLayout, TableStorage, ceil_div
-from ..rewriting import LeavingRows, OverflowPlaces
+from ..rewriting import MAX_REWRITTEN_ROW_BYTES, LeavingRows, OverflowPlaces
 from .parameters import Address, Int32, Int64, Parameters
 from .runner import Launch, Runner
 from .source import Variant
-from .tiles import THREADS, WARPS, has_byte_field
+from .tiles import WARPS, has_byte_field
 
 BLOCKS = 8  # of a multiprocessor
+#: Shared memory of a block: for each warp a row, and the word behind it.
+STAGES_BYTES = MAX_REWRITTEN_ROW_BYTES + 4 * WARPS
 
 
 @dataclass(init=False)
@@ -62,9 +64,9 @@ class RewriteKernels:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._most_blocks = BLOCKS * runner.multiprocessors
-        # The last one of each table, and what else it was bound to.
+        # The last one of each table, what else it was bound to, and the warps of a block.
         self._launches: WeakKeyDictionary[
-            TableStorage, tuple[RowLayout, OverflowPlaces, Launch]
+            TableStorage, tuple[RowLayout, OverflowPlaces, Launch, int]
         ] = WeakKeyDictionary()
 
     def rewrite_rows(
@@ -77,28 +79,30 @@ class RewriteKernels:
         """
         known = self._launches.get(table)
         if known is None or known[0] is not layout or known[1] is not places:
-            known = layout, places, self._bound(table, layout, places)
+            warps = warps_for(layout)
+            known = layout, places, self._bound(table, layout, places, warps), warps
             self._launches[table] = known
         known[2](
-            max(1, min(ceil_div(batch.most, WARPS), self._most_blocks)),
+            max(1, min(ceil_div(batch.most, known[3]), self._most_blocks)),
             batch.rows.data_ptr(),
             batch.slots.data_ptr(),
             batch.leaving.data_ptr(),
             batch.coming.data_ptr(),
         )
 
-    def _bound(self, table: TableStorage, layout: RowLayout, places: OverflowPlaces) -> Launch:
+    def _bound(
+        self, table: TableStorage, layout: RowLayout, places: OverflowPlaces, warps: int
+    ) -> Launch:
         f, lengths = layout.format, table.lengths
         byte_field = f.clusters == 1 and has_byte_field(layout)
-        # The last read-modify-write may touch the word behind the row.
-        stage_words = f.row_words + 1
+        stage_words = _stage_words(layout)
         return self._runner.bind(
             Variant(
                 "rewrite", f.chunk_bytes, f.code_bits, f.grouped, f.uniform, byte_field=byte_field
             ),
             RewriteRows,
-            THREADS,
-            4 * stage_words * WARPS,
+            32 * warps,
+            4 * stage_words * warps,
             n_rows=table.n_rows,
             chunks=f.chunks,
             row_words=f.row_words,
@@ -119,3 +123,13 @@ class RewriteKernels:
             report=places.report,
             stage_words=stage_words,
         )
+
+
+def warps_for(layout: RowLayout) -> int:
+    """Return the warps of a block: of long rows, as many as have room for one each."""
+    return max(1, min(WARPS, STAGES_BYTES // (4 * _stage_words(layout))))
+
+
+def _stage_words(layout: RowLayout) -> int:
+    # The last read-modify-write may touch the word behind the row.
+    return layout.format.row_words + 1
