@@ -146,7 +146,7 @@ class ZvcKernels:
     def _bind(
         self, layout: ZvcLayout, parameters: type[Parameters], form: int, **fixed: Value
     ) -> Launch:
-        """Return a kernel for the tensors of a layout: only addresses change from start to start."""
+        """Return the kernel for tensors of one size: only addresses change from start to start."""
         unit_bytes = layout.unit_bytes
         return self._runner.bind(
             zvc_variant(unit_bytes),
