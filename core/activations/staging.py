@@ -21,7 +21,6 @@ from collections.abc import Callable
 
 import torch
 
-from ..engine.codecs.blob import Blob
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.stream import current_stream
 from ..engine.memory.locks import current_process
@@ -107,14 +106,14 @@ class StagedBlob:
         )
         return sent
 
-    def blob(self, copy: StoredCopy) -> Blob:
+    def blob(self) -> torch.Tensor:
         """Return it to be decoded on torch's current stream, which waits until it is filled."""
         assert self.encoded is not None
         current = current_stream(self.data.device)
         self.encoded.wait(current)
         if current != self.home:
             self.data.record_stream(current)
-        return Blob(self.data, torch.Size([copy.elements]), copy.dtype)
+        return self.data
 
     def wait_until_sent(self) -> None:
         """Make torch's current stream wait until it is on the host."""

@@ -89,9 +89,7 @@ class PackKernels:
             states.data_ptr(),
         )
 
-    def _bind(
-        self, layout: RowLayout, parts: PackedLayout, header: tuple[int, int, int]
-    ) -> Launch:
+    def _bind(self, layout: RowLayout, parts: PackedLayout, header: tuple[int, int, int]) -> Launch:
         """Return the kernel for tensors of one size: only addresses change from start to start."""
         f, words = layout.format, warp_words(layout)
         variant = Variant(
