@@ -22,7 +22,7 @@ from .executor import Executor
 from .forms import SavedForm
 from .guards import is_form_of_leaf, is_plain, modified
 from .host_room import HostMemoryError
-from .identity import CopyTable, Span, copied_span, flat_span, span_of
+from .identity import CopyTable, Span, copied_span, flat_span, root_of, span_of
 from .local_copies import LocalCopy, PackedCopy, packed_copy, replayed_copy
 from .lossy import ErrorSample
 from .moments import now
@@ -202,8 +202,7 @@ class SavedTensorHooks:
         form = self._forms.get(name)
         if form is None or not form.fits(t, storage):
             form = self._forms[name] = SavedForm(t, storage)
-        base = t._base
-        root = t if base is None else base
+        root = root_of(t)
         copy = self._copies.find(storage, root, version, form.span)
         if copy is not None and copy.is_lossy and is_exact(t):
             copy = None  # other views of these bytes may lose bits, and this one may not

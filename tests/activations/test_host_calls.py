@@ -49,28 +49,31 @@ def calls_of(offload):
 
 gc.disable()
 found = []
-for policy, min_bytes in json.loads(sys.argv[1]):
-    offload = bitslab.ActivationOffload(policy, min_bytes=min_bytes)
+for policy, codec, min_bytes in json.loads(sys.argv[1]):
+    codecs = dict(codecs=codec) if codec else dict()
+    offload = bitslab.ActivationOffload(policy, min_bytes=min_bytes, **codecs)
     # The first passes take memory, and learn.
     found.append(min(calls_of(offload) for _ in range(6)))
     offload.detach()
 print(json.dumps(found))
 """
 
-#: By name: policy, bytes from which on tensors are moved, and the most calls.
+#: By name: policy, codec, bytes from which on tensors are moved, and the most calls.
 MOST_CALLS = {
-    "kept, too small": ("raw", 1 << 20, 4),
-    "kept by policy": ("keep", 1, 12),
-    "moved raw": ("raw", 1, 85),
+    "kept, too small": ("raw", None, 1 << 20, 4),
+    "kept by policy": ("keep", None, 1, 12),
+    "moved raw": ("raw", None, 1, 62),
+    "moved, packed by zvc": ("static", "zvc", 1, 75),
+    "moved, packed by zvc+ibp": ("static", "zvc+ibp", 1, 95),
 }
 
 
 def test_calls_of_a_saved_tensor() -> None:
-    given = [(policy, min_bytes) for policy, min_bytes, _ in MOST_CALLS.values()]
+    given = [row[:-1] for row in MOST_CALLS.values()]
     done = run_forked(["-c", COUNT, json.dumps(given)])
     assert done.returncode == 0, done.stderr
     found = dict(zip(MOST_CALLS, json.loads(done.stdout), strict=True))
-    assert all(0 < found[name] <= most for name, (_, _, most) in MOST_CALLS.items()), found
+    assert all(0 < found[name] <= row[-1] for name, row in MOST_CALLS.items()), found
 
 
 def test_events_of_a_copy_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
