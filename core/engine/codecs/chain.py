@@ -153,6 +153,8 @@ class ChainCodec(BlobCodec):
 
     def for_flat(self, elements: int, dtype: torch.dtype, device: torch.device) -> FlatCodec:
         """Return what swaps tensors of one size; see `BlobCodec.for_flat`."""
+        if type(self) is not ChainCodec:  # which may encode in another way
+            return super().for_flat(elements, dtype, device)
         return _FlatChain(self, elements, dtype, device)
 
     def prepare(self, device: torch.device) -> None:

@@ -11,7 +11,7 @@ from ...dtypes import flat_bytes
 from ...errors import ArgumentError, ArgumentTypeError, CorruptedDataError
 from ..kernels import kernels_for
 from ..kernels.blob_format import HEADER_BYTES, PackedLayout
-from ..kernels.cuda.stream import current_stream
+from ..kernels.cuda.stream import current_stream, stream_pointer
 from ..kernels.format import RowLayout
 from ..kernels.packed_blob import pack_blob, unpack_blob
 from .base import bits_in_order, check_tensor_argument, elements
@@ -133,6 +133,8 @@ class InvariantBlobCodec(BlobCodec):
 
     def for_flat(self, elements: int, dtype: torch.dtype, device: torch.device) -> FlatCodec:
         """Return what swaps tensors of one size; see `BlobCodec.for_flat`."""
+        if type(self) is not InvariantBlobCodec:  # which may encode in another way
+            return super().for_flat(elements, dtype, device)
         return _FlatInvariant(self, elements, dtype, device)
 
     def prepare(self, device: torch.device) -> None:
@@ -146,13 +148,12 @@ class InvariantBlobCodec(BlobCodec):
         if found is None:
             found = self.rows.row_layout()
             found = self._layouts[device] = found if device.type == "cpu" else found.to(device)
-        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            stream = current_stream(device)
+        if device.type == "cuda":
             # Their memory remembers each stream until it is given back: once is enough.
-            key = device, stream.cuda_stream
-            if key not in self._streams:
+            key = device, stream_pointer(device)
+            if key not in self._streams and not torch.cuda.is_current_stream_capturing():
                 for table in (found.tables, found.starts):
-                    table.record_stream(stream)
+                    table.record_stream(current_stream(device))
                 self._streams.add(key)
         return found
 

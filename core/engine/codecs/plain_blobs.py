@@ -59,6 +59,9 @@ class PlainBlobCodec(BlobCodec):
 
     def for_flat(self, elements: int, dtype: torch.dtype, device: torch.device) -> FlatCodec:
         """Return what swaps tensors of one size; see `BlobCodec.for_flat`."""
+        kind = type(self)
+        if (kind.encode, kind.decode) != (PlainBlobCodec.encode, PlainBlobCodec.decode):
+            return super().for_flat(elements, dtype, device)
         return _FlatPlain(self, elements, dtype, device)
 
     def to_config(self) -> dict[str, Any]:

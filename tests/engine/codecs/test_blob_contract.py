@@ -189,6 +189,29 @@ def test_swaps_of_one_size_have_the_same_bytes_and_checks(case: Case) -> None:
 
 
 @every_case
+def test_swaps_of_a_codec_that_is_derived_are_by_its_own_methods(case: Case) -> None:
+    calls: list[str] = []
+
+    class Derived(case.cls):  # type: ignore[misc, name-defined]
+        def encode(self, *args: Any, **options: Any) -> Blob:
+            calls.append("encode")
+            return super().encode(*args, **options)
+
+        def decode(self, *args: Any, **options: Any) -> torch.Tensor:
+            calls.append("decode")
+            return super().decode(*args, **options)
+
+    t = tensor_of(torch.float32, (50,))
+    codec = Derived.from_config(case.fit(t).to_config())
+    assert type(codec) is Derived
+    flat = codec.for_flat(50, t.dtype, t.device)
+    data = torch.zeros(flat.max_bytes, dtype=torch.uint8)
+    flat.encode(t, data)
+    assert_comes_back(codec, t, flat.decode(data))
+    assert calls == ["encode", "decode"]
+
+
+@every_case
 def test_strides_of_any_kind(case: Case) -> None:
     dtype = torch.float32 if torch.float32 in case.dtypes else case.dtypes[0]
     base = tensor_of(dtype, (12, 10, 9))
