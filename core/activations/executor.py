@@ -174,10 +174,7 @@ class Executor:
         flat = copy.original
         assert flat is not None
         on_gpu, encoded = self.on_gpu, codec is not None
-        traffic = self.traffic
         with self._lock:
-            if traffic.unknown or traffic.timed:
-                traffic.poll()
             disk = None
             if self._chooses_tier:
                 wanted: Tier | None = tier if codec_on_host is None else "host"
@@ -189,7 +186,7 @@ class Executor:
                 disk = self._disk if place == "disk" else None
                 if disk is not None and not on_gpu and not encoded:  # from where it is
                     if written := disk.write_original(copy):
-                        traffic.sent_raw(copy.nbytes)
+                        self.traffic.sent_raw(copy.nbytes)
                         self._release(self.in_flight_bytes)
                     return written
             most = room = copy.nbytes
@@ -333,6 +330,9 @@ class Executor:
 
     def _release(self, allowed_bytes: int, current: torch.cuda.Stream | None = None) -> None:
         """Give up originals whose copies are done, or that are too many; go on with the disk."""
+        traffic = self.traffic
+        if traffic.unknown or traffic.timed:
+            traffic.poll()
         raw_bytes = allowed_bytes
         if self._stages and self.is_planned:  # both count, and nothing beyond
             raw_bytes -= self._staging.sending_bytes
@@ -480,12 +480,10 @@ class Executor:
             Whether other views of it will be read soon.
         """
         with self._lock:
-            traffic, originals = self.traffic, self._originals
-            if traffic.unknown or traffic.timed:
-                traffic.poll()
             current = current_stream(self.device) if self.on_gpu else None
-            held_bytes = originals.in_flight_bytes or originals.unsure_bytes
-            if held_bytes or self._stages or self._disk is not None:
+            traffic, originals = self.traffic, self._originals
+            waits = traffic.unknown or traffic.timed or self._stages or self._disk is not None
+            if waits or originals.in_flight_bytes or originals.unsure_bytes:
                 self._release(self.in_flight_bytes, current)
             if copy.original is not None and not (copy.is_lossy and self._is_read_packed(copy)):
                 return copy.original

@@ -43,6 +43,8 @@ class SentBlob:
     ----------
     used_bytes : int or None
         Bytes that are used, once they are known; None where it failed or was cut off.
+    is_known : bool
+        Whether it is on the host and its header was read, or it failed.
     cut_off : bool
         Whether it turned out to be larger than `host`.
     reads : int
@@ -56,6 +58,7 @@ class SentBlob:
         "device",
         "element_bytes",
         "host",
+        "is_known",
         "nbytes",
         "reads",
         "site",
@@ -80,7 +83,7 @@ class SentBlob:
         self.host: torch.Tensor | None = host
         self.stored = stored
         self.used_bytes: int | None = None
-        self.cut_off = False
+        self.is_known = self.cut_off = False
         self.reads = 0
 
 
@@ -200,7 +203,7 @@ class Traffic:
         while self.timed:
             swap = self.timed[0]
             blob = swap.blob
-            if blob.host is not None or not all(map(has_passed, swap.moments)):
+            if not blob.is_known or not all(map(has_passed, swap.moments)):
                 break  # its size is not known, or it is not over
             self.timed.popleft()
             if blob.used_bytes is not None and self._observed is not None:
@@ -210,6 +213,7 @@ class Traffic:
     def learn(self, blob: SentBlob) -> None:
         """Take note of the size of a blob that is there, once."""
         host, blob.host = blob.host, None
+        blob.is_known = True
         if host is None or failed(blob.stored):
             return
         needed = _header_bytes(host)

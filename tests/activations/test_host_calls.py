@@ -102,6 +102,37 @@ def test_events_of_a_copy_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     executor.close()
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_events_of_a_gpu_are_asked_for_seldom(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies that follow each other on one stream are not each asked whether they are over."""
+    streams, codec = delayed(monkeypatch, seed)
+    asked = Counter[str]()
+    query = Mark.query
+
+    def counted(mark: Mark) -> bool:
+        asked["events"] += 1
+        return query(mark)
+
+    monkeypatch.setattr(Mark, "query", counted)
+    executor = Executor(torch.device("cpu"), 1 << 20, lambda *_: None, lambda *_: None)
+    for step in range(3):
+        asked.clear()
+        tensors = [torch.randn(3000).relu() for _ in range(16)]
+        copies = [
+            StoredCopy(f"{i}:0", t, span_of(t), t, 0, Pass(0, set())) for i, t in enumerate(tensors)
+        ]
+        for copy in copies:
+            assert executor.store(copy, codec)
+        # In the first step sizes are not known, and more memory is on its way.
+        assert step == 0 or asked["events"] <= 3 * len(tensors)
+        streams.drain()
+        for copy, t in zip(copies, tensors, strict=True):
+            found = executor.bytes_of(copy, False)
+            streams.drain()
+            assert torch.equal(found, t)
+    executor.close()
+
+
 def test_the_process_is_known_in_a_forked_child() -> None:
     assert current_process() == os.getpid()
     if (child := os.fork()) == 0:
