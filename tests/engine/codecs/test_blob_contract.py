@@ -195,11 +195,13 @@ def test_swaps_of_a_codec_that_is_derived_are_by_its_own_methods(case: Case) -> 
     class Derived(case.cls):  # type: ignore[misc, name-defined]
         def encode(self, *args: Any, **options: Any) -> Blob:
             calls.append("encode")
-            return super().encode(*args, **options)
+            blob: Blob = super().encode(*args, **options)
+            return blob
 
         def decode(self, *args: Any, **options: Any) -> torch.Tensor:
             calls.append("decode")
-            return super().decode(*args, **options)
+            t: torch.Tensor = super().decode(*args, **options)
+            return t
 
     t = tensor_of(torch.float32, (50,))
     codec = Derived.from_config(case.fit(t).to_config())
