@@ -123,7 +123,7 @@ class StagedBlob:
         if current == self.home:
             self._lanes = ()
 
-    def let_go(self) -> None:
+    def retire(self) -> None:
         """Let its memory be used again at once when it is dropped: it is on the host."""
         self._lanes = ()
 
@@ -214,14 +214,14 @@ class Staging:
             self._encoding_bytes -= nbytes
         while self._unsure and self._unsure[0][1].is_known:
             ref, blob, staged = self._unsure.popleft()
-            staged.let_go()
+            staged.retire()
             self.unsure_bytes -= blob.nbytes
             self._leave(ref, staged)
             self._settle(ref(), blob, staged)
         while self._sending:
             ref, blob, staged = self._sending[0]
             if blob.is_known:
-                staged.let_go()
+                staged.retire()
             elif self._sends_too_much(allowed_bytes, last_copies):
                 staged.wait_until_sent()
             else:
