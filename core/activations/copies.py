@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Iterable
 from typing import Protocol
 
 import torch
 
-from ..engine.codecs.blob import Blob, BlobCodec
+from ..engine.codecs.blob import BlobCodec, FlatCodec
 from ..engine.kernels.cuda.stream import current_stream
 from ..engine.memory.locks import current_process
 from ..engine.transfer import Mark, StreamLane, ThreadTask
 from ..engine.versions import version_of
 from .disk import Ticket
+from .forms import SavedForm
 from .guards import modified, version_witness
 from .host_packing import RawOnHost
 from .identity import Span, root_of, span_of
@@ -46,6 +46,11 @@ class Pass:
         From 0, of all passes.
     parameters : set of int
         Numbers of the storages that are left alone.
+
+    Attributes
+    ----------
+    copies : dict
+        By site, in order, the copy that it made, while anybody wants that.
     """
 
     def __init__(self, number: int, parameters: set[int]) -> None:
@@ -54,7 +59,7 @@ class Pass:
         #: What this pass is to be profiled by.
         self.profile: Profile | None = None
         self._counts: dict[str, int] = {}
-        self._copies: dict[str, weakref.ref[StoredCopy]] = {}
+        self.copies: dict[str, weakref.ref[StoredCopy]] = {}
         #: By number of its storage; those that live hold it, so that none has another's.
         self._kept: dict[int, list[weakref.ref[KeptView]]] = {}
 
@@ -64,23 +69,14 @@ class Pass:
         self._counts[module] = number + 1
         return f"{module}:{number}"
 
-    def add(self, copy: StoredCopy) -> None:
-        """Record the copy that a site made."""
-        self._copies[copy.name] = weakref.ref(copy)
-
     def copy_of(self, name: str) -> StoredCopy | None:
         """Return the copy that a site made, while anybody wants it."""
-        ref = self._copies.get(name)
+        ref = self.copies.get(name)
         return None if ref is None else ref()
-
-    def copies_of(self, names: Iterable[str]) -> list[StoredCopy | None]:
-        """Return the copies that sites made, None for those that nobody wants."""
-        found = self._copies
-        return [found[name]() if name in found else None for name in names]
 
     def names(self) -> list[str]:
         """Return the sites that made copies, in order."""
-        return list(self._copies)
+        return list(self.copies)
 
     def keep(self, kept: KeptView, storage: torch.UntypedStorage) -> None:
         """Record a tensor that is kept, and becomes a view of a copy if its storage gets one."""
@@ -99,8 +95,8 @@ class Pass:
 class Staged(Protocol):
     """The encoded bytes of a copy in device memory."""
 
-    def blob(self, copy: StoredCopy) -> Blob:
-        """Return them to be decoded on torch's current stream."""
+    def blob(self) -> torch.Tensor:
+        """Return them, uint8, to be decoded on torch's current stream."""
 
 
 class StoredCopy:
@@ -132,6 +128,8 @@ class StoredCopy:
         `flat`, until the copy is on its way and device memory is wanted.
     codec : BlobCodec or None
         What encoded it; None for one that is moved raw.
+    is_lossy : bool
+        Whether other bits than those of the original may come back.
     host : torch.Tensor or None
         uint8 on the host: the bytes, or the blob at its beginning.
     stored : Event, Future or None
@@ -154,40 +152,33 @@ class StoredCopy:
         ``[n]`` as `flat`, while saved tensors that were not read yet will want it.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_round",
-        "_views",
-        "arrived",
-        "away",
-        "blob",
-        "codec",
-        "device",
-        "dtype",
-        "elements",
-        "events",
-        "fetched",
-        "filling",
-        "home",
-        "host",
-        "lanes",
-        "made_in",
-        "name",
-        "nbytes",
-        "on_host",
-        "original",
-        "process",
-        "reading",
-        "restored",
-        "restored_on",
-        "root",
-        "shared",
-        "span",
-        "staged",
-        "stored",
-        "ticket",
-        "version",
-    )
+    # What most copies have not, or not yet, is an attribute of the class until then.
+
+    codec: BlobCodec | None = None
+    is_lossy = False
+    #: What encodes and decodes it, where it crosses encoded.
+    swap: FlatCodec | None = None
+    host: torch.Tensor | None = None
+    blob: SentBlob | None = None
+    on_host: RawOnHost | None = None
+    staged: Staged | None = None
+    stored: Mark | None = None
+    ticket: Ticket | None = None
+    reading: ThreadTask[torch.Tensor] | None = None
+    fetched: torch.Tensor | None = None
+    arrived: Mark | None = None
+    restored: torch.Tensor | None = None
+    #: The storage of what was restored last, while anybody uses it, and where it begins there.
+    shared: tuple[weakref.ref[torch.UntypedStorage], int] | None = None
+    #: The stream that computed when it was saved, and streams that may be reading the original.
+    home: torch.cuda.Stream | None = None
+    lanes: tuple[StreamLane, ...] = ()
+    #: The stream that may be writing `fetched`, and the one that `restored` was made on.
+    filling: StreamLane | None = None
+    restored_on: torch.cuda.Stream | None = None
+    #: Takes its bytes when it goes while they are on the host alone.
+    away: deque[int] | None = None
+    _round = 0
 
     def __init__(
         self,
@@ -207,49 +198,26 @@ class StoredCopy:
         self.dtype, self.device = flat.dtype, flat.device
         self.elements = flat.shape[0]
         self.original: torch.Tensor | None = flat
-        self.codec: BlobCodec | None = None
-        self.host: torch.Tensor | None = None
-        self.blob: SentBlob | None = None
-        self.on_host: RawOnHost | None = None
-        self.staged: Staged | None = None
-        self.stored: Mark | None = None
-        self.ticket: Ticket | None = None
-        self.reading: ThreadTask[torch.Tensor] | None = None
-        self.fetched: torch.Tensor | None = None
-        self.arrived: Mark | None = None
-        self.restored: torch.Tensor | None = None
-        #: The storage of what was restored last, while anybody uses it, and where it begins there.
-        self.shared: tuple[weakref.ref[torch.UntypedStorage], int] | None = None
-        #: The stream that computed when it was saved, and streams that may be reading the original.
-        self.home: torch.cuda.Stream | None = None
-        self.lanes: tuple[StreamLane, ...] = ()
-        #: The stream that may be writing `fetched`, and the one that `restored` was made on.
-        self.filling: StreamLane | None = None
-        self.restored_on: torch.cuda.Stream | None = None
-        #: Takes its bytes when it goes while they are on the host alone.
-        self.away: deque[int] | None = None
         #: Behind the work of GPUs that uses `host`, for the arena.
         self.events: list[torch.cuda.Event] = []
         self.process = current_process()
-        self._round = 0
         self._views: list[weakref.ref[SavedView]] = []
 
-    @property
-    def is_lossy(self) -> bool:
-        """Whether other bits than those of the original may come back."""
-        return self.codec is not None and self.codec.error_bound is not None
+    def encoded_by(self, codec: BlobCodec, swap: FlatCodec | None) -> None:
+        """Record what encoded it, and by what it is decoded."""
+        self.codec, self.swap = codec, swap
+        self.is_lossy = codec.error_bound is not None
 
     @property
     def is_here(self) -> bool:
         """Whether it is on the device, or coming, so that it need not be fetched."""
-        if self.original is None or self.is_lossy:
-            return (
-                self.fetched is not None
-                or self.arrived is not None
-                or self.restored is not None
-                or self.staged is not None
-            )
-        return True
+        return (
+            (self.original is not None and not self.is_lossy)
+            or self.fetched is not None
+            or self.arrived is not None
+            or self.restored is not None
+            or self.staged is not None
+        )
 
     def share(self, restored: torch.Tensor) -> None:
         """Record what was restored, so that it is given again while somebody has a view of it."""
@@ -280,10 +248,10 @@ class StoredCopy:
             current.wait_stream(made_on)
             restored.record_stream(current)
 
-    def add_view(self, view: SavedView) -> None:
-        """Record a saved tensor; it holds this copy, which holds it weakly."""
-        view.round = self._round - 1
+    def add_view(self, view: SavedView) -> int:
+        """Record a saved tensor, which holds this copy; return the round it was read in last."""
         self._views.append(weakref.ref(view))
+        return self._round - 1
 
     def is_read(self, view: SavedView) -> bool:
         """Record that a view is read; return whether others will be read after it, this time.
@@ -333,44 +301,47 @@ class SavedView:
     ----------
     copy : StoredCopy
         The copy.
+    form : SavedForm
+        Of the tensor.
     t : torch.Tensor
         The tensor.
     version : int
         Its version counter.
+    name, operation : str
+        Of the site that saved it, and of the node that made it.
+
+    Attributes
+    ----------
+    witness : torch.Tensor
+        See `version_witness`.
     """
 
     __slots__ = (
         "__weakref__",
-        "_conj",
-        "_dtype",
-        "_neg",
-        "_offset_bytes",
-        "_shape",
-        "_stride",
-        "_version",
-        "_witness",
         "checksum",
         "copy",
-        "device",
+        "form",
         "name",
         "operation",
         "round",
+        "version",
+        "witness",
     )
 
-    def __init__(self, copy: StoredCopy, t: torch.Tensor, version: int) -> None:
-        self.copy = copy
-        self.round = 0
-        self.device = copy.device
-        self.name = ""
-        self.operation = ""
+    def __init__(
+        self,
+        copy: StoredCopy,
+        form: SavedForm,
+        t: torch.Tensor,
+        version: int,
+        name: str,
+        operation: str,
+    ) -> None:
+        self.copy, self.form = copy, form
+        self.name, self.operation = name, operation
         self.checksum: object = None
-        self._dtype = t.dtype
-        self._shape = t.shape
-        self._stride = t.stride()
-        self._offset_bytes = t.storage_offset() * t.element_size()
-        self._conj, self._neg = t.is_conj(), t.is_neg()
-        self._witness, self._version = version_witness(t), version
-        copy.add_view(self)
+        self.witness, self.version = version_witness(t), version
+        self.round = copy.add_view(self)
 
     def check_version(self) -> None:
         """Raise torch's error when the tensor was changed in place since it was saved.
@@ -380,23 +351,11 @@ class SavedView:
         ModifiedInPlaceError
             When it was.
         """
-        at = version_of(self._witness)
-        if at != self._version:
+        at = version_of(self.witness)
+        if at != self.version:
             by = f", output of {self.operation}," if self.operation else ""
             where = f"{by} saved by {self.name!r}," if self.name else by
-            raise modified(self._shape, self._dtype, at, self._version, where)
-
-    def of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the tensor from the bytes of the copy: `flat` as `StoredCopy` has it."""
-        if flat.dtype != self._dtype:
-            flat = flat.view(torch.uint8).view(self._dtype)
-        offset = flat.storage_offset()
-        if behind := self._offset_bytes - self.copy.span.begin:
-            offset += behind // self._dtype.itemsize
-        t = flat.as_strided(self._shape, self._stride, offset)
-        if self._conj:
-            t = t.conj()
-        return torch._neg_view(t) if self._neg else t
+            raise modified(self.form.shape, self.form.dtype, at, self.version, where)
 
 
 class KeptView:
@@ -437,7 +396,6 @@ class KeptView:
         if t is None or root is None or t.untyped_storage() is not storage:
             return
         if copy.root() is root and copy.version == self.version and copy.span.holds(self._span):
-            view = SavedView(copy, t, self.version)
-            view.name, view.operation = self.name, self.operation
-            self.view = view
+            form = SavedForm(t, storage)
+            self.view = SavedView(copy, form, t, self.version, self.name, self.operation)
             self.t = None

@@ -26,7 +26,7 @@ from concurrent.futures import Future
 
 import torch
 
-from ..engine.codecs.blob import Blob, BlobCodec
+from ..engine.codecs.blob import BlobCodec, FlatCodec
 from ..engine.kernels.cpu.blob_copy import copy_blob
 from ..engine.kernels.cuda.runner import do_nothing
 from ..engine.kernels.cuda.stream import current_stream
@@ -34,14 +34,14 @@ from ..engine.memory.locks import call_after_fork
 from ..engine.transfer import Mark, StreamLane, ThreadLane, record_on, wait_on_host
 from .copies import StoredCopy
 from .host_packing import CodecOf, HostPacking, RawOnHost
-from .host_room import Bounds, HostRoom
+from .host_room import HostRoom, Swaps
 from .limits import usual_in_flight_bytes
 from .moments import Moment, now
 from .on_disk import DiskMoves
 from .originals import Originals
 from .staging import StagedBlob, Staging, copy_blob_on_gpu
 from .tiers import Tier, Tiers
-from .traffic import Observed, SentBlob, Traffic, is_done, used_bytes
+from .traffic import Observed, SentBlob, Traffic, encode, is_done, used_bytes
 
 
 class Executor:
@@ -67,6 +67,8 @@ class Executor:
     ----------
     traffic : Traffic
         What crossed.
+    is_planned : bool
+        Whether the bytes in flight are bounded by a plan.
     """
 
     def __init__(
@@ -104,13 +106,13 @@ class Executor:
 
     def _begin(self) -> None:
         self._lock = threading.RLock()
-        self._stages = self._is_planned = False  # copies on a GPU, and the memory of each moment
+        self._stages = self.is_planned = False  # copies on a GPU, and the memory of each moment
         self._begun: torch.cuda.Event | None = None  # see `_begin_on`
         #: On a CPU, where its only thread encodes to.
         self._scratch: torch.Tensor | None = None
         self._room = HostRoom(self.on_gpu, self._tiers.limit)
         self._packing: HostPacking | None = None
-        self._bounds = Bounds()
+        self._swaps = Swaps(self.device)
         self.traffic = Traffic(self._came_back, self._observed)
         self._originals = Originals(
             self.device, self.traffic, self._wait, self._failed, self._send_again
@@ -130,7 +132,7 @@ class Executor:
 
     def bound_in_flight(self, nbytes: int | None, *, now: bool = False) -> None:
         """Bound the bytes of originals from the next copy on, or `now`; None: as usual."""
-        usual, self._is_planned = self._usual_in_flight_bytes, nbytes is not None
+        usual, self.is_planned = self._usual_in_flight_bytes, nbytes is not None
         self.in_flight_bytes = usual if nbytes is None else min(nbytes, usual)
         if now:
             with self._lock:
@@ -173,7 +175,6 @@ class Executor:
         assert flat is not None
         on_gpu, encoded = self.on_gpu, codec is not None
         with self._lock:
-            self.traffic.poll()
             disk = None
             if self._chooses_tier:
                 wanted: Tier | None = tier if codec_on_host is None else "host"
@@ -189,8 +190,10 @@ class Executor:
                         self._release(self.in_flight_bytes)
                     return written
             most = room = copy.nbytes
+            swap = None
             if codec is not None:
-                most = self._bounds.of(codec, flat)
+                swap = self._swaps.of(codec, flat)
+                most = swap.max_bytes
                 room = self._host_room(copy, codec, most)
             cut = self._room.cut if disk is None else disk.staging
             host = cut(room, copy.events)
@@ -207,14 +210,15 @@ class Executor:
                 # First: what fails below may have been launched in part.
                 copy.lanes = (lane if encoded else out,)
             try:
-                if codec is None:
+                if swap is None:
                     done = self._store_raw(copy, flat, host, begin, codec_on_host)
                 else:
-                    done = self._store_encoded(copy, flat, host, staged, begin, codec, sm_budget)
+                    done = self._store_encoded(copy, flat, host, staged, begin, swap, sm_budget)
             except BaseException:
                 self._keep_host_memory(copy)
                 raise
-            if isinstance(copy.stored, torch.cuda.Event):
+            if on_gpu:
+                assert isinstance(copy.stored, torch.cuda.Event)
                 copy.events.append(copy.stored)
             if disk is not None:
                 if codec is None:
@@ -250,7 +254,7 @@ class Executor:
         if codec.error_bound is not None:  # read from its copy, which is thus to be whole
             return bound
         unsure_bytes = self._staging.unsure_bytes + copy.nbytes
-        if self.on_gpu and (self._is_planned or unsure_bytes > self.in_flight_bytes // 2):
+        if self.on_gpu and (self.is_planned or unsure_bytes > self.in_flight_bytes // 2):
             return bound
         return self.traffic.sizes.room(copy.name, codec.name, bound)
 
@@ -282,22 +286,23 @@ class Executor:
         host: torch.Tensor,
         staged: StagedBlob | None,
         begin: torch.cuda.Event | None,
-        codec: BlobCodec,
+        swap: FlatCodec,
         sm_budget: int | None,
     ) -> Mark:
         """Send an encoded copy; return when its original has been read."""
         timing: list[Moment] | None = [] if self.traffic.is_due(decodes=False) else None
+        codec = swap.codec
         done: Mark
         if staged is None:
-            done = self._out.run(self._encode_on_host, codec, flat, host, timing)
+            done = self._out.run(self._encode_on_host, swap, flat, host, timing)
             copy.stored = done
         else:
-            work = codec, flat, staged.data, sm_budget, timing
-            done = staged.fill(self._encode, *work, after=begin)
+            work = swap, flat, staged.data, sm_budget, timing
+            done = staged.fill(encode, *work, after=begin)
             expected_bytes = self.traffic.sizes.expected(copy.name, codec.name)
             copy.stored = staged.send(host, expected_bytes)
-        copy.codec = codec
-        blob = self._sent(copy, host, self._bounds.of(codec, flat))
+        copy.encoded_by(codec, swap)
+        blob = self._sent(copy, host, swap.max_bytes)
         if timing is not None:
             self.traffic.encoded(blob, timing)
         return done
@@ -312,37 +317,24 @@ class Executor:
         return blob
 
     def _encode_on_host(
-        self, codec: BlobCodec, flat: torch.Tensor, host: torch.Tensor, timing: list[Moment] | None
+        self, swap: FlatCodec, flat: torch.Tensor, host: torch.Tensor, timing: list[Moment] | None
     ) -> None:
         """Encode and copy, in the only thread of the lane that sends."""
-        most = self._bounds.of(codec, flat)
+        most = swap.max_bytes
         data = self._scratch
         if data is None or data.shape[0] < most:
             self._scratch = data = None
             self._scratch = data = torch.empty(most, dtype=torch.uint8)
-        self._encode(codec, flat, data, None, timing)
+        encode(swap, flat, data, None, timing)
         copy_blob(data, host)
-
-    def _encode(
-        self,
-        codec: BlobCodec,
-        flat: torch.Tensor,
-        data: torch.Tensor,
-        sm_budget: int | None,
-        timing: list[Moment] | None,
-    ) -> None:
-        """Encode on the lane that does; add when that began and ended."""
-        if timing is None:
-            codec.encode(flat, out=data, sm_budget=sm_budget)
-            return
-        timing.append(now(self.device))
-        codec.encode(flat, out=data, sm_budget=sm_budget)
-        timing.append(now(self.device))
 
     def _release(self, allowed_bytes: int, current: torch.cuda.Stream | None = None) -> None:
         """Give up originals whose copies are done, or that are too many; go on with the disk."""
+        traffic = self.traffic
+        if traffic.unknown or traffic.timed:
+            traffic.poll()
         raw_bytes = allowed_bytes
-        if self._stages and self._is_planned:  # both count, and nothing beyond
+        if self._stages and self.is_planned:  # both count, and nothing beyond
             raw_bytes -= self._staging.sending_bytes
             self._staging.release(allowed_bytes - self._originals.in_flight_bytes, 0)
         elif self._stages:
@@ -355,8 +347,9 @@ class Executor:
         """Send a copy that was larger than its host memory to as much as it may need."""
         flat, codec = copy.original, copy.codec
         assert flat is not None and codec is not None
-        host = self._room.cut(self._bounds.of(codec, flat), copy.events)
-        self._originals.hold(copy, self._store_encoded(copy, flat, host, None, None, codec, None))
+        swap = self._swaps.of(codec, flat)
+        host = self._room.cut(swap.max_bytes, copy.events)
+        self._originals.hold(copy, self._store_encoded(copy, flat, host, None, None, swap, None))
 
     def _settle_staged(self, copy: StoredCopy | None, blob: SentBlob, staged: StagedBlob) -> None:
         """Send a staged copy again that was larger than its host memory."""
@@ -487,10 +480,12 @@ class Executor:
             Whether other views of it will be read soon.
         """
         with self._lock:
-            self.traffic.poll()
             current = current_stream(self.device) if self.on_gpu else None
-            self._release(self.in_flight_bytes, current)
-            if copy.original is not None and not self._is_read_packed(copy):
+            traffic, originals = self.traffic, self._originals
+            waits = traffic.unknown or traffic.timed or self._stages or self._disk is not None
+            if waits or originals.in_flight_bytes or originals.unsure_bytes:
+                self._release(self.in_flight_bytes, current)
+            if copy.original is not None and not (copy.is_lossy and self._is_read_packed(copy)):
                 return copy.original
             restored = copy.restored
             if restored is None and copy.shared is not None:
@@ -507,12 +502,10 @@ class Executor:
             return restored
 
     def _is_read_packed(self, copy: StoredCopy) -> bool:
-        """Return whether a copy is read from its packed bytes while its original is there, too.
+        """Return whether a lossy copy is read from its packed bytes while its original is there.
 
-        So are those that lose bits: gradients do not depend on how far copies have come.
+        So are all that did not fail: gradients do not depend on how far copies have come.
         """
-        if not copy.is_lossy:
-            return False
         stored = copy.stored
         if isinstance(stored, Future):
             self.traffic.wait_for(stored)
@@ -521,19 +514,19 @@ class Executor:
         return True
 
     def _restore(self, copy: StoredCopy, current: torch.cuda.Stream | None) -> torch.Tensor:
+        swap = copy.swap
         if copy.staged is not None:
-            encoded = copy.staged.blob(copy)
+            encoded = copy.staged.blob()
             copy.restored_on = current
         else:
-            fetched = self._fetched(copy, current)
-            if copy.codec is None:
-                return fetched.view(copy.dtype)
-            encoded = Blob(fetched, torch.Size([copy.elements]), copy.dtype)
-        assert copy.codec is not None
+            encoded = self._fetched(copy, current)
+            if swap is None:
+                return encoded.view(copy.dtype)
+        assert swap is not None
         if copy.blob is None or not self.traffic.is_due(decodes=True):
-            return copy.codec.decode(encoded)
+            return swap.decode(encoded)
         begin = now(self.device)
-        decoded = copy.codec.decode(encoded)
+        decoded = swap.decode(encoded)
         self.traffic.decoded(copy.blob, [begin, now(self.device)])
         return decoded
 
@@ -543,9 +536,12 @@ class Executor:
             self.fetch(copy, now=True)
         fetched, arrived = copy.fetched, copy.arrived
         assert arrived is not None
-        self._wait(arrived, current)
         copy.fetched = copy.arrived = copy.reading = None
-        if isinstance(arrived, Future):
+        if isinstance(arrived, torch.cuda.Event):
+            self._wait(arrived, current)
+        else:
+            if not arrived.done():
+                self.traffic.wait_for(arrived)
             made = arrived.result()
             if fetched is None:  # read from the disk
                 fetched = made

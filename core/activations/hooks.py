@@ -19,6 +19,7 @@ from ..engine.versions import version_of
 from ..errors import BitslabError
 from .copies import KeptView, SavedView, StoredCopy
 from .executor import Executor
+from .forms import SavedForm
 from .guards import is_form_of_leaf, is_plain, modified
 from .host_room import HostMemoryError
 from .identity import CopyTable, Span, copied_span, flat_span, root_of, span_of
@@ -82,6 +83,8 @@ class SavedTensorHooks:
         #: By site, the error of the first tensor of it that could not be packed.
         self.failures: dict[str, str] = {}
         self.failures_reported = False
+        #: By site, the form of what it saved last.
+        self._forms: dict[str, SavedForm] = {}
         self._policy, self._codecs = policy, codecs
         self._min_bytes, self._select = min_bytes, select
         self._in_flight_bytes = in_flight_bytes
@@ -169,7 +172,10 @@ class SavedTensorHooks:
         version = version_of(t)
         if t.numel() * t.element_size() < self._min_bytes or not is_plain(t):
             return t.detach(), version
-        passes = self._entered()
+        try:
+            passes = self._local.passes
+        except AttributeError:
+            passes = self._entered()
         # Threads of autograd, in which a graph of a backward pass is made, are in no pass.
         current = passes[-1] if passes else PassRecord(-1, set())
         storage = t.untyped_storage()
@@ -193,18 +199,22 @@ class SavedTensorHooks:
                 if self._select is None and current.watcher is None and current.plan is None:
                     return t.detach(), version  # nobody sees its read
                 return self._keep(t, version, storage, current, counts)
-        root, span = root_of(t), span_of(t)
-        copy = self._copies.find(storage, root, version, span)
+        form = self._forms.get(name)
+        if form is None or not form.fits(t, storage):
+            form = self._forms[name] = SavedForm(t, storage)
+        root = root_of(t)
+        copy = self._copies.find(storage, root, version, form.span)
         if copy is not None and copy.is_lossy and is_exact(t):
             copy = None  # other views of these bytes may lose bits, and this one may not
+        node = t.grad_fn
+        operation = "" if node is None else node.name()
         if copy is None:
-            span = copied_span(span, storage.nbytes(), t.element_size())
-            nbytes = span.end - span.begin
+            span, nbytes = form.copied, form.nbytes
             if counts is None or counts.site.nbytes != nbytes or counts.site.dtype != t.dtype:
                 counts = self._site(name, module, t, nbytes)
             if counts.choice in (KEEP, CHECKPOINT):  # what a checkpoint is computed from
                 return self._keep(t, version, storage, current, counts)
-            flat = flat_span(t, storage, span)
+            flat = form.copied_bytes(t, storage)
             local = counts.choice == REPLAY or counts.tier == "device"
             if local:
                 copy = self._local_copy(counts, flat, span, root, version, current)
@@ -217,7 +227,7 @@ class SavedTensorHooks:
                 copy = StoredCopy(name, flat, span, root, version, current)
                 if not self._store(copy, counts, t, current):
                     return t.detach(), version
-                current.add(copy)
+                current.copies[name] = weakref.ref(copy)
             self._copies.add(storage, copy)
             if self._select is not None:
                 current.convert_kept(copy, storage)
@@ -225,9 +235,7 @@ class SavedTensorHooks:
             copy.save_again(t)
             if current.watcher is not None:
                 current.watcher.again(copy, name, now(t.device))
-        view = SavedView(copy, t, version)
-        view.name = name
-        view.operation = operation_of(t)
+        view = SavedView(copy, form, t, version, name, operation)
         if self._verifier.every:
             self._verifier.saved(view, t, current.number)
         return view
@@ -352,10 +360,10 @@ class SavedTensorHooks:
         try:
             executor = self._executors.get(copy.device) or self.executor(copy.device)
             # The bytes on their way out behind a site, where a plan says how many may be.
-            planned = None
             if current.plan is not None or current.serial:
-                planned = current.in_flight_bytes(counts.site.name)
-            executor.bound_in_flight(planned)
+                executor.bound_in_flight(current.in_flight_bytes(counts.site.name))
+            elif executor.is_planned:
+                executor.bound_in_flight(None)
             tier = None if tier == "device" else tier
             if not executor.store(copy, codec, budget, codec_on_host, tier=tier):
                 copy.original = None
@@ -420,15 +428,16 @@ class SavedTensorHooks:
         if type(packed) is tuple:
             kept, version = packed
             return kept if version_of(kept) == version else _unchanged(kept, version)
-        if isinstance(packed, KeptView):
+        if type(packed) is not SavedView and isinstance(packed, KeptView):
             if packed.view is None:
                 if isinstance(packed, NamedView):
                     self._read_kept(packed)
                 assert packed.t is not None
                 return _unchanged(packed.t, packed.version)
             packed = packed.view
-        assert isinstance(packed, SavedView)
-        packed.check_version()
+        assert type(packed) is SavedView
+        if version_of(packed.witness) != packed.version:
+            packed.check_version()  # which raises
         copy = packed.copy
         # In this order: to ask an abstract class takes long.
         if type(copy) is not StoredCopy and isinstance(copy, LocalCopy):
@@ -439,17 +448,18 @@ class SavedTensorHooks:
                 "child does not have; run the backward pass there"
             )
         executor = self._executors.get(copy.device) or self.executor(copy.device)
-        record = record_of(copy)
+        record = copy.made_in
+        assert isinstance(record, PassRecord)
         profile, watcher = record.profile, record.watcher
         begin = None if profile is None else now(copy.device)
         # What a replay reads is read once more by its own operation.
         tried = watcher is not None and watcher.replay_reads(packed.name)
-        replaying = tried or self._replays_now()
+        replaying = tried or bool(getattr(self._local, "replays", 0))
         try:
             if not replaying and record.plan is not None:
                 self._fetch_planned(record, copy)
             flat = executor.bytes_of(copy, True if replaying else copy.is_read(packed))
-            t = packed.of(flat)
+            t = packed.form.tensor_of(flat, copy.span.begin)
         except Exception as error:
             error.add_note(f"bitslab: while reading {packed.name!r} for the backward pass")
             raise
@@ -461,7 +471,8 @@ class SavedTensorHooks:
             return t
         if record.plan is None and not record.serial:
             ahead = None if self._tiers.disk is None else self._read_ahead
-            self._order.read(copy, self._fetch, executor.in_flight_bytes, ahead)
+            fetch = executor.fetch if len(self._executors) == 1 else self._fetch
+            self._order.read(copy, fetch, executor.in_flight_bytes, ahead)
         if profile is not None and begin is not None:
             profile.read(copy, begin)
         return t
@@ -486,7 +497,7 @@ class SavedTensorHooks:
         self._local.replays = getattr(self._local, "replays", 0) + 1
         try:
             flat = copy.bytes_of(True if replaying else copy.is_read(packed))
-            t = packed.of(flat)
+            t = packed.form.tensor_of(flat, copy.span.begin)
         except Exception as error:
             error.add_note(f"bitslab: while reading {packed.name!r} for the backward pass")
             raise
@@ -495,7 +506,7 @@ class SavedTensorHooks:
         if record.watcher is not None:
             record.watcher.held(flat.untyped_storage())
             if not replaying and record.profile is not None:
-                record.profile.read(copy, now(packed.device))
+                record.profile.read(copy, now(copy.device))
         self._verifier.read(packed, t)
         return t
 

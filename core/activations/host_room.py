@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..engine.codecs.blob import BlobCodec
+from ..engine.codecs.blob import BlobCodec, FlatCodec
 from ..engine.memory import Reservation, host_arena
 from ..errors import BitslabError
 from .tiers import HostLimit
@@ -17,8 +17,8 @@ class HostMemoryError(BitslabError):
     """There is no host memory for a copy."""
 
 
-#: Sizes of tensors and codecs whose bounds are kept.
-MOST_BOUNDS = 4096
+#: Codecs for a size that are kept.
+MOST_SWAPS = 4096
 #: Room for a blob over the largest of late, for what differs from step to step.
 MARGIN = 1.125
 SPARE_BYTES = 4096
@@ -53,23 +53,30 @@ class LearntSizes:
         self._most[site, codec_name] = max(nbytes, most - (most - nbytes) * FORGET)
 
 
-class Bounds:
-    """How large blobs may become, `max_encoded_bytes`, which some codecs take long to find."""
+class Swaps:
+    """What encodes and decodes tensors of one device, by codec and size: found once for each.
 
-    def __init__(self) -> None:
-        self._known: dict[tuple[int, int, torch.dtype], tuple[BlobCodec, int]] = {}
+    Parameters
+    ----------
+    device : torch.device
+        The device.
+    """
 
-    def of(self, codec: BlobCodec, flat: torch.Tensor) -> int:
-        """Return the bytes that a blob of ``[n]`` may have."""
-        key = id(codec), flat.shape[0], flat.dtype
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        #: They hold their codec, so that no other one gets its number.
+        self._known: dict[tuple[int, int, torch.dtype], FlatCodec] = {}
+
+    def of(self, codec: BlobCodec, flat: torch.Tensor) -> FlatCodec:
+        """Return a codec for tensors ``[n]`` such as `flat`."""
+        elements, dtype = flat.shape[0], flat.dtype
+        key = id(codec), elements, dtype
         found = self._known.get(key)
         if found is None:
-            if len(self._known) >= MOST_BOUNDS:
+            if len(self._known) >= MOST_SWAPS:
                 self._known.clear()
-            # With the codec, so that no other one gets its number.
-            found = codec, codec.max_encoded_bytes(flat.shape, flat.dtype)
-            self._known[key] = found
-        return found[1]
+            found = self._known[key] = codec.for_flat(elements, dtype, self._device)
+        return found
 
 
 class HostRoom:

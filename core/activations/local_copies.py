@@ -34,8 +34,6 @@ class LocalCopy(StoredCopy, ABC):
         ``[n]`` over its bytes; not held.
     """
 
-    __slots__ = ()
-
     def __init__(
         self,
         name: str,
@@ -72,8 +70,6 @@ class LocalCopy(StoredCopy, ABC):
 class ReplayedCopy(LocalCopy):
     """A saved tensor that its operation computes again."""
 
-    __slots__ = ("replay",)
-
     replay: Replay
 
     def _made(self) -> torch.Tensor:
@@ -108,8 +104,6 @@ class PackedCopy(LocalCopy):
     On a GPU its size is not known when it is packed: it gets the memory that is expected, and its
     original remains until it is known to fit.
     """
-
-    __slots__ = ("flat", "packed", "used")
 
     flat: torch.Tensor | None
     packed: torch.Tensor | None
@@ -171,7 +165,8 @@ def packed_copy(
         else:
             packed = data[: int(expected_bytes * ROOM) + 2 * HEADER_BYTES].clone()
     copy = PackedCopy(name, flat, span, root, version, made_in)
-    copy.codec, copy.packed, copy.flat, copy.used = codec, packed, None, None
+    copy.encoded_by(codec, None)
+    copy.packed, copy.flat, copy.used = packed, None, None
     if flat.device.type == "cuda":
         # By a kernel: the copy engine is busy with tensors that leave, and all would wait.
         here = torch.empty(16, dtype=torch.uint8, pin_memory=True)

@@ -38,18 +38,21 @@ class ReadOrder:
         These have `most_bytes` before packing at most; one is fetched whatever its size. Those that
         follow them, `READ_AHEAD` times as many, are read ahead: from a disk to the host.
         """
+        made_in = copy.made_in
         with self._lock:
             window = self._window
             if window is None:  # at first, in reverse of the order they were saved in
-                window = self._window = Window(copy.made_in.names()[::-1])
+                window = self._window = Window(made_in.names()[::-1])
             window.use(copy.name)
             depth = self.depth if read_ahead is None else self.depth * (1 + READ_AHEAD)
             expected = window.expected(depth)
         ahead_bytes = 0
         begin = fetch
-        for i, following in enumerate(copy.made_in.copies_of(expected)):
+        for i, name in enumerate(expected):
             if i == self.depth and read_ahead is not None:
                 begin, ahead_bytes = read_ahead, 0
+            ref = made_in.copies.get(name)
+            following = None if ref is None else ref()
             if following is None:
                 continue
             if ahead_bytes and ahead_bytes + following.nbytes > most_bytes:

@@ -21,7 +21,6 @@ from collections.abc import Callable
 
 import torch
 
-from ..engine.codecs.blob import Blob
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.stream import current_stream
 from ..engine.memory.locks import current_process
@@ -107,14 +106,14 @@ class StagedBlob:
         )
         return sent
 
-    def blob(self, copy: StoredCopy) -> Blob:
+    def blob(self) -> torch.Tensor:
         """Return it to be decoded on torch's current stream, which waits until it is filled."""
         assert self.encoded is not None
         current = current_stream(self.data.device)
         self.encoded.wait(current)
         if current != self.home:
             self.data.record_stream(current)
-        return Blob(self.data, torch.Size([copy.elements]), copy.dtype)
+        return self.data
 
     def wait_until_sent(self) -> None:
         """Make torch's current stream wait until it is on the host."""
@@ -124,13 +123,9 @@ class StagedBlob:
         if current == self.home:
             self._lanes = ()
 
-    def is_sent(self) -> bool:
-        """Return whether it is on the host; waits for nothing."""
-        assert self.sent is not None
-        if not is_done(self.sent):
-            return False
+    def retire(self) -> None:
+        """Let its memory be used again at once when it is dropped: it is on the host."""
         self._lanes = ()
-        return True
 
     def __del__(self) -> None:
         # Its memory is given to nobody while a lane may be at work on it.
@@ -140,7 +135,9 @@ class StagedBlob:
 
 
 class Staging:
-    """What is staged on one GPU; its owner calls it under a lock.
+    """What is staged on one GPU; its owner calls it under a lock, when `Traffic` has been polled.
+
+    What `Traffic` knows the size of is on the host: no event is asked for that once more.
 
     Parameters
     ----------
@@ -167,7 +164,7 @@ class Staging:
         #: Copies whose originals are being encoded.
         self._encoding: deque[tuple[weakref.ref[StoredCopy], StagedBlob, int]] = deque()
         self._encoding_bytes = 0
-        self._sending: deque[tuple[weakref.ref[StoredCopy], StagedBlob]] = deque()
+        self._sending: deque[tuple[weakref.ref[StoredCopy], SentBlob, StagedBlob]] = deque()
         self.sending_bytes = 0
         self._unsure: deque[tuple[weakref.ref[StoredCopy], SentBlob, StagedBlob]] = deque()
         self.unsure_bytes = 0
@@ -184,17 +181,17 @@ class Staging:
         unsure : bool
             Whether its host memory may be too small; then it is here until that is known.
         """
-        ref = weakref.ref(copy)
+        ref, blob = weakref.ref(copy), copy.blob
+        assert blob is not None
         copy.staged = staged
         if copy.original is not None:
             self._encoding.append((ref, staged, copy.nbytes))
             self._encoding_bytes += copy.nbytes
         if unsure:
-            assert copy.blob is not None
-            self._unsure.append((ref, copy.blob, staged))
+            self._unsure.append((ref, blob, staged))
             self.unsure_bytes += copy.nbytes
         else:
-            self._sending.append((ref, staged))
+            self._sending.append((ref, blob, staged))
             self.sending_bytes += staged.data.shape[0]
 
     def release(self, allowed_bytes: int, last_copies: int = STAGED_COPIES) -> None:
@@ -215,17 +212,20 @@ class Staging:
                 self._give_up(copy)
             self._encoding.popleft()
             self._encoding_bytes -= nbytes
-        while self._unsure and self._unsure[0][2].is_sent():
+        while self._unsure and self._unsure[0][1].is_known:
             ref, blob, staged = self._unsure.popleft()
+            staged.retire()
             self.unsure_bytes -= blob.nbytes
             self._leave(ref, staged)
             self._settle(ref(), blob, staged)
         while self._sending:
-            ref, staged = self._sending[0]
-            if not staged.is_sent():
-                if not self._sends_too_much(allowed_bytes, last_copies):
-                    break
+            ref, blob, staged = self._sending[0]
+            if blob.is_known:
+                staged.retire()
+            elif self._sends_too_much(allowed_bytes, last_copies):
                 staged.wait_until_sent()
+            else:
+                break
             self._sending.popleft()
             self.sending_bytes -= staged.data.shape[0]
             self._leave(ref, staged)
@@ -234,7 +234,7 @@ class Staging:
         """Return whether others than the last ones take too much."""
         if len(self._sending) <= last_copies:
             return False
-        last = [self._sending[-1 - k][1].data.shape[0] for k in range(last_copies)]
+        last = [self._sending[-1 - k][2].data.shape[0] for k in range(last_copies)]
         return self.sending_bytes - sum(last) + self.unsure_bytes > allowed_bytes
 
     @staticmethod

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ..engine.codecs.blob import HEADER_BYTES
+from ..engine.codecs.blob import HEADER_BYTES, FlatCodec
 from ..engine.transfer import Mark, wait_on_host
 from .host_room import LearntSizes
-from .moments import Moment, has_passed, seconds_between
+from .moments import Moment, has_passed, now, seconds_between
 
 #: Of so many encodings, and of so many decodings, one is timed: events cost the host a little.
 TIMED_EVERY = 13
@@ -43,6 +43,8 @@ class SentBlob:
     ----------
     used_bytes : int or None
         Bytes that are used, once they are known; None where it failed or was cut off.
+    is_known : bool
+        Whether it is on the host and its header was read, or it failed.
     cut_off : bool
         Whether it turned out to be larger than `host`.
     reads : int
@@ -56,6 +58,7 @@ class SentBlob:
         "device",
         "element_bytes",
         "host",
+        "is_known",
         "nbytes",
         "reads",
         "site",
@@ -80,7 +83,7 @@ class SentBlob:
         self.host: torch.Tensor | None = host
         self.stored = stored
         self.used_bytes: int | None = None
-        self.cut_off = False
+        self.is_known = self.cut_off = False
         self.reads = 0
 
 
@@ -132,10 +135,11 @@ class Traffic:
         self.stall_seconds = 0.0
         self.sizes = LearntSizes()
         self._away_bytes = 0
-        self._unknown: deque[SentBlob] = deque()
+        #: Blobs whose size is not known yet, and what is timed and not over; see `poll`.
+        self.unknown: deque[SentBlob] = deque()
+        self.timed: deque[TimedSwap] = deque()
         #: Of copies that are gone: filled by the garbage collector, which must take no lock.
         self.dropped: deque[int] = deque()
-        self._timed: deque[TimedSwap] = deque()
         self._turns = [0, 0]
 
     def sent_raw(self, nbytes: int) -> None:
@@ -146,7 +150,7 @@ class Traffic:
     def sent(self, blob: SentBlob) -> None:
         """Count an encoded copy, and its size as soon as that is known."""
         self.moved_out_bytes += blob.nbytes
-        self._unknown.append(blob)
+        self.unknown.append(blob)
 
     def fetched(self, site: str, nbytes: int, blob: SentBlob | None) -> None:
         """Count a copy that comes back, raw where it has no blob."""
@@ -186,22 +190,22 @@ class Traffic:
 
     def encoded(self, blob: SentBlob, moments: list[Moment]) -> None:
         """Time an encoding: what does it adds to `moments` when it begins and ends."""
-        self._timed.append(TimedSwap(blob, False, moments))
+        self.timed.append(TimedSwap(blob, False, moments))
 
     def decoded(self, blob: SentBlob, moments: list[Moment]) -> None:
         """Time a decoding, as `encoded`."""
-        self._timed.append(TimedSwap(blob, True, moments))
+        self.timed.append(TimedSwap(blob, True, moments))
 
     def poll(self) -> None:
         """Take note of sizes and times that are known by now; waits for nothing."""
-        while self._unknown and is_done(self._unknown[0].stored):
-            self.learn(self._unknown.popleft())
-        while self._timed:
-            swap = self._timed[0]
+        while self.unknown and is_done(self.unknown[0].stored):
+            self.learn(self.unknown.popleft())
+        while self.timed:
+            swap = self.timed[0]
             blob = swap.blob
-            if blob.host is not None or not all(map(has_passed, swap.moments)):
+            if not blob.is_known or not all(map(has_passed, swap.moments)):
                 break  # its size is not known, or it is not over
-            self._timed.popleft()
+            self.timed.popleft()
             if blob.used_bytes is not None and self._observed is not None:
                 begin, end = swap.moments
                 self._observed(blob, swap.decodes, seconds_between(begin, end))
@@ -209,6 +213,7 @@ class Traffic:
     def learn(self, blob: SentBlob) -> None:
         """Take note of the size of a blob that is there, once."""
         host, blob.host = blob.host, None
+        blob.is_known = True
         if host is None or failed(blob.stored):
             return
         needed = _header_bytes(host)
@@ -222,6 +227,22 @@ class Traffic:
         for _ in range(blob.reads):
             self._came_back(blob.site, blob.nbytes, needed)
         blob.reads = 0
+
+
+def encode(
+    swap: FlatCodec,
+    flat: torch.Tensor,
+    data: torch.Tensor,
+    sm_budget: int | None,
+    timing: list[Moment] | None,
+) -> None:
+    """Encode a tensor to a buffer, adding to `timing` when that begins and ends."""
+    if timing is None:
+        swap.encode(flat, data, sm_budget)
+        return
+    timing.append(now(flat.device))
+    swap.encode(flat, data, sm_budget)
+    timing.append(now(flat.device))
 
 
 def used_bytes(data: torch.Tensor) -> int:

@@ -10,7 +10,8 @@ from torch import nn
 
 import bitslab
 from bitslab.activations import VerifyError, executor
-from bitslab.activations.copies import SavedView, StoredCopy
+from bitslab.activations.copies import StoredCopy
+from bitslab.activations.forms import SavedForm
 from bitslab.activations.host_room import HostRoom
 from bitslab.activations.verify import bits, checksum
 
@@ -39,12 +40,12 @@ def test_what_is_right_passes() -> None:
 
 @pytest.mark.parametrize("every", [1, 5])
 def test_a_swapped_offset(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
-    real = SavedView.of
+    real = SavedForm.tensor_of
 
-    def of(view: SavedView, flat: torch.Tensor) -> torch.Tensor:
-        return real(view, flat.roll(1))
+    def tensor_of(form: SavedForm, flat: torch.Tensor, begin: int) -> torch.Tensor:
+        return real(form, flat.roll(1), begin)
 
-    monkeypatch.setattr(SavedView, "of", of)
+    monkeypatch.setattr(SavedForm, "tensor_of", tensor_of)
     with pytest.raises(VerifyError, match=r"saved at '\d:0', output of TanhBackward0, moved raw"):
         train(verify=every)
 

@@ -51,7 +51,7 @@ def test_kernels_write_and_read_the_bytes_of_the_twins(options):
     for n, budget, seed in ((0, None, 0), (5, None, 0), (70 * row + 3, None, 1), (33 * row, 1, 2)):
         t = numbers(dtype, n)
         wanted = codec.encode(t).trimmed().data
-        parts = codec._parts(t.shape, dtype)
+        parts = codec.parts_of(t.shape, dtype)[0]
         kernels, runner = simt_kernels(seed)
         data = torch.full((parts.max_bytes,), FILL, dtype=torch.uint8)
         header = (n, dtype.itemsize, codec.form)
@@ -77,7 +77,7 @@ def test_a_chain_counts_its_rows_on_the_device(zeros):
     wanted = codec.encode(t).trimmed().data
     zvc: ZvcLayout
     parts: PackedLayout
-    zvc, parts = codec._layouts(t.shape, t.dtype)
+    zvc, parts = codec.layouts(t.shape, t.dtype)
     layout = codec.packer.layout_on(torch.device("cpu"))
     header = (n, 2, codec.form)
     for budget, seed in ((None, 1), (1, 0)):
@@ -104,7 +104,7 @@ def test_both_backends_refuse_the_same_headers(cls):
     codec = cls.fit(t, code_bits=3, grouped=False)
     counted = cls is ChainCodec
     parts: PackedLayout = (
-        codec._layouts(t.shape, t.dtype)[1] if counted else codec._parts(t.shape, t.dtype)
+        codec.layouts(t.shape, t.dtype)[1] if counted else codec.parts_of(t.shape, t.dtype)[0]
     )
     good = codec.encode(t).trimmed().data
     layout = (codec.packer if counted else codec).layout_on(torch.device("cpu"))

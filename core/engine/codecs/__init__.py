@@ -3,7 +3,7 @@
 from ..kernels.host_rows import HostRowKernels
 from ..kernels.row_kernels import RowKernels
 from .base import PackedRows, RowCodec, check_tensor_argument, elements, rows_as_bytes
-from .blob import Blob, BlobCodec, check_decode_arguments, check_encode_arguments
+from .blob import Blob, BlobCodec, FlatCodec, check_decode_arguments, check_encode_arguments
 from .chain import ChainCodec
 from .csr import CsrCodec
 from .invariant import InvariantCodec, PlanCache
@@ -32,6 +32,7 @@ __all__ = [
     "BoundedVectorCodec",
     "ChainCodec",
     "CsrCodec",
+    "FlatCodec",
     "HostRowKernels",
     "InvariantBlobCodec",
     "InvariantCodec",

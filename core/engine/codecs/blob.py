@@ -209,6 +209,28 @@ class BlobCodec(ABC):
             When `blob` or `out` is not as above.
         """
 
+    def for_flat(self, elements: int, dtype: torch.dtype, device: torch.device) -> FlatCodec:
+        """Return what encodes and decodes tensors ``[elements]``, with arguments that are sound.
+
+        For systems that swap tensors of one size again and again, in memory that they have taken
+        for it. The bytes are those of `encode`, whose limits hold.
+
+        Parameters
+        ----------
+        elements : int
+            Elements of a tensor.
+        dtype : torch.dtype
+            One that it `takes`.
+        device : torch.device
+            One that it works on.
+
+        Raises
+        ------
+        ArgumentError
+            When it is too large, as `max_encoded_bytes` says.
+        """
+        return FlatCodec(self, elements, dtype)
+
     def prepare(self, device: torch.device) -> None:  # noqa: B027 - most need nothing
         """Make what it needs on a device, which the first call there does else.
 
@@ -251,6 +273,58 @@ class BlobCodec(ABC):
     def __repr__(self) -> str:
         """Name the codec and its settings."""
         return f"<{type(self).__name__} {self.describe()}>"
+
+
+class FlatCodec:
+    """A codec for tensors ``[n]`` of one size and dtype; `BlobCodec.for_flat` returns it.
+
+    Arguments are not checked: that takes as long as a launch. What this one does by the codec's own
+    methods, which check all the same, those of the built-in codecs do with less.
+
+    Parameters
+    ----------
+    codec : BlobCodec
+        The codec.
+    elements : int
+        Elements of a tensor.
+    dtype : torch.dtype
+        Their dtype.
+
+    Attributes
+    ----------
+    max_bytes : int
+        Most bytes of a buffer.
+    """
+
+    def __init__(self, codec: BlobCodec, elements: int, dtype: torch.dtype) -> None:
+        self.codec, self.elements, self.dtype = codec, elements, dtype
+        self._shape = torch.Size([elements])
+        self.max_bytes = codec.max_encoded_bytes(self._shape, dtype)
+
+    def encode(self, flat: torch.Tensor, data: torch.Tensor, sm_budget: int | None = None) -> None:
+        """Encode a tensor on its own device, without waiting for it.
+
+        Parameters
+        ----------
+        flat : torch.Tensor
+            ``[n]``, contiguous, without a graph; neither a conjugate nor a negative.
+        data : torch.Tensor
+            uint8 of `max_bytes` or more, contiguous, at a multiple of ALIGN_BYTES, which shares no
+            memory with it.
+        sm_budget : int, optional
+            As for `BlobCodec.encode`.
+        """
+        self.codec.encode(flat, out=data, sm_budget=sm_budget)
+
+    def decode(self, data: torch.Tensor) -> torch.Tensor:
+        """Return the tensor ``[n]`` of a buffer, on its device, without waiting for that.
+
+        Raises
+        ------
+        CorruptedDataError
+            As `BlobCodec.decode` does.
+        """
+        return self.codec.decode(Blob(data, self._shape, self.dtype))
 
 
 def check_encode_arguments(

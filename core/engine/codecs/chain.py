@@ -14,9 +14,12 @@ from ..kernels.blob_format import PackedLayout, ZvcLayout
 from ..kernels.format import ceil_div
 from ..kernels.packed_blob import pack_blob, unpack_blob
 from .base import bits_in_order, check_tensor_argument
-from .blob import Blob, BlobCodec, check_decode_arguments, check_encode_arguments
+from .blob import Blob, BlobCodec, FlatCodec, check_decode_arguments, check_encode_arguments
 from .packed_blob import ROW_BYTES, InvariantBlobCodec, check_room, fit_rows
 from .zvc import ZvcCodec
+
+#: Where the parts of a buffer are: those of zero-value compression, and the packed values'.
+Layouts = tuple[ZvcLayout, PackedLayout]
 
 
 class ChainCodec(BlobCodec):
@@ -99,7 +102,7 @@ class ChainCodec(BlobCodec):
         ArgumentError
             When the tensor has 16 GiB or more.
         """
-        zvc, parts = self._layouts(shape, dtype)
+        zvc, parts = self.layouts(shape, dtype)
         if not (zvc.sound and parts.sound):
             raise ArgumentError(f"t: shape {list(shape)} {dtype}, zvc+ibp takes less than 16 GiB")
         return parts.max_bytes
@@ -109,38 +112,57 @@ class ChainCodec(BlobCodec):
     ) -> Blob:
         """Encode a tensor on its own device; see `BlobCodec.encode`."""
         data = check_encode_arguments(self, t, out, sm_budget)
-        zvc, parts = self._layouts(t.shape, t.dtype)
-        header = t.numel(), t.element_size(), self.form
-        values = _room_for_values(parts, t.device)
-        kernels_for(t.device).encode_zvc(
-            flat_bytes(t), zvc, self.form, data, sm_budget, values, ROW_BYTES
-        )
-        layout = self.packer.layout_on(t.device)
-        pack_blob(values, layout, parts, data, header, sm_budget, counted=True)
+        self.write(flat_bytes(t), self.layouts(t.shape, t.dtype), data, sm_budget)
         return Blob(data, t.shape, t.dtype)
+
+    def write(
+        self, x: torch.Tensor, layouts: Layouts, data: torch.Tensor, sm_budget: int | None
+    ) -> None:
+        """Encode the bytes of a tensor, uint8 ``[n]``; nothing is checked."""
+        zvc, parts = layouts
+        device = x.device
+        values = torch.empty(parts.n_rows * ROW_BYTES, dtype=torch.uint8, device=device)
+        kernels = kernels_for(device)
+        kernels.encode_zvc(x, zvc, self.form, data, sm_budget, values, ROW_BYTES)
+        header = zvc.elements, zvc.element_bytes, self.form
+        layout = self.packer.layout_on(device)
+        pack_blob(values, layout, parts, data, header, sm_budget, counted=True)
 
     def decode(
         self, blob: Blob, out: torch.Tensor | None = None, *, sm_budget: int | None = None
     ) -> torch.Tensor:
         """Decode a blob on its own device; see `BlobCodec.decode`."""
         result = check_decode_arguments(self, blob, out, sm_budget)
-        zvc, parts = self._layouts(blob.shape, blob.dtype)
-        check_room(blob, parts)
-        header = zvc.elements, blob.dtype.itemsize, self.form
-        values = _room_for_values(parts, blob.device)
-        layout = self.packer.layout_on(blob.device)
-        unpack_blob(blob.data, layout, parts, values, header, sm_budget, counted=True)
         target = result if bits_in_order(result) else torch.empty_like(result, memory_format=_ROWS)
-        kernels_for(blob.device).decode_zvc(
-            blob.data, zvc, self.form, flat_bytes(target), sm_budget, values
-        )
+        layouts = self.layouts(blob.shape, blob.dtype)
+        self.read(blob.data, layouts, flat_bytes(target), sm_budget)
         return result if target is result else result.copy_(target)
+
+    def read(
+        self, data: torch.Tensor, layouts: Layouts, x: torch.Tensor, sm_budget: int | None
+    ) -> None:
+        """Decode a buffer to the bytes of a tensor, uint8 ``[n]``; the buffer alone is checked."""
+        zvc, parts = layouts
+        device = x.device
+        check_room(data, parts)
+        values = torch.empty(parts.n_rows * ROW_BYTES, dtype=torch.uint8, device=device)
+        header = zvc.elements, zvc.element_bytes, self.form
+        layout = self.packer.layout_on(device)
+        unpack_blob(data, layout, parts, values, header, sm_budget, counted=True)
+        kernels_for(device).decode_zvc(data, zvc, self.form, x, sm_budget, values)
+
+    def for_flat(self, elements: int, dtype: torch.dtype, device: torch.device) -> FlatCodec:
+        """Return what swaps tensors of one size; see `BlobCodec.for_flat`."""
+        if type(self) is not ChainCodec:  # which may encode in another way
+            return super().for_flat(elements, dtype, device)
+        return _FlatChain(self, elements, dtype, device)
 
     def prepare(self, device: torch.device) -> None:
         """Make the kernels' tables on a device."""
         self.packer.layout_on(device)
 
-    def _layouts(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[ZvcLayout, PackedLayout]:
+    def layouts(self, shape: Sequence[int], dtype: torch.dtype) -> Layouts:
+        """Return where the parts of a buffer are, before and behind the packing of values."""
         zvc = ZvcLayout.of(shape, dtype, chained=True)
         f = self.packer.rows.profile.format
         n_rows = ceil_div(zvc.max_value_bytes, ROW_BYTES)
@@ -167,8 +189,21 @@ class ChainCodec(BlobCodec):
         return cls(InvariantBlobCodec.from_config(config))
 
 
-def _room_for_values(parts: PackedLayout, device: torch.device) -> torch.Tensor:
-    return torch.empty(parts.n_rows * ROW_BYTES, dtype=torch.uint8, device=device)
+class _FlatChain(FlatCodec):
+    def __init__(
+        self, codec: ChainCodec, elements: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(codec, elements, dtype)
+        self._chain, self._device = codec, device
+        self._layouts = codec.layouts(self._shape, dtype)
+
+    def encode(self, flat: torch.Tensor, data: torch.Tensor, sm_budget: int | None = None) -> None:
+        self._chain.write(flat.view(torch.uint8), self._layouts, data, sm_budget)
+
+    def decode(self, data: torch.Tensor) -> torch.Tensor:
+        found = torch.empty(self.elements, dtype=self.dtype, device=self._device)
+        self._chain.read(data, self._layouts, found.view(torch.uint8), None)
+        return found
 
 
 _ROWS = torch.contiguous_format

@@ -11,11 +11,11 @@ from ...dtypes import flat_bytes
 from ...errors import ArgumentError, ArgumentTypeError, CorruptedDataError
 from ..kernels import kernels_for
 from ..kernels.blob_format import HEADER_BYTES, PackedLayout
-from ..kernels.cuda.stream import current_stream
+from ..kernels.cuda.stream import current_stream, stream_pointer
 from ..kernels.format import RowLayout
 from ..kernels.packed_blob import pack_blob, unpack_blob
 from .base import bits_in_order, check_tensor_argument, elements
-from .blob import Blob, BlobCodec, check_decode_arguments, check_encode_arguments
+from .blob import Blob, BlobCodec, FlatCodec, check_decode_arguments, check_encode_arguments
 from .invariant import InvariantCodec
 
 #: Bytes of the rows that a tensor is cut into, whatever its shape.
@@ -105,7 +105,7 @@ class InvariantBlobCodec(BlobCodec):
         ArgumentError
             When the tensor has 16 GiB or more.
         """
-        parts = self._parts(shape, dtype)
+        parts, _ = self.parts_of(shape, dtype)
         if not parts.sound:
             raise ArgumentError(f"t: shape {list(shape)} {dtype}, ibp-blob takes less than 16 GiB")
         return parts.max_bytes
@@ -115,7 +115,7 @@ class InvariantBlobCodec(BlobCodec):
     ) -> Blob:
         """Encode a tensor on its own device; see `BlobCodec.encode`."""
         data = check_encode_arguments(self, t, out, sm_budget)
-        parts, header = self._parts(t.shape, t.dtype), self._header(t.shape, t.dtype)
+        parts, header = self.parts_of(t.shape, t.dtype)
         pack_blob(flat_bytes(t), self.layout_on(t.device), parts, data, header, sm_budget)
         return Blob(data, t.shape, t.dtype)
 
@@ -124,12 +124,18 @@ class InvariantBlobCodec(BlobCodec):
     ) -> torch.Tensor:
         """Decode a blob on its own device; see `BlobCodec.decode`."""
         result = check_decode_arguments(self, blob, out, sm_budget)
-        parts, header = self._parts(blob.shape, blob.dtype), self._header(blob.shape, blob.dtype)
-        check_room(blob, parts)
+        parts, header = self.parts_of(blob.shape, blob.dtype)
+        check_room(blob.data, parts)
         target = result if bits_in_order(result) else torch.empty_like(result, memory_format=_ROWS)
         layout = self.layout_on(blob.device)
         unpack_blob(blob.data, layout, parts, flat_bytes(target), header, sm_budget)
         return result if target is result else result.copy_(target)
+
+    def for_flat(self, elements: int, dtype: torch.dtype, device: torch.device) -> FlatCodec:
+        """Return what swaps tensors of one size; see `BlobCodec.for_flat`."""
+        if type(self) is not InvariantBlobCodec:  # which may encode in another way
+            return super().for_flat(elements, dtype, device)
+        return _FlatInvariant(self, elements, dtype, device)
 
     def prepare(self, device: torch.device) -> None:
         """Make the kernels' tables on a device."""
@@ -142,29 +148,25 @@ class InvariantBlobCodec(BlobCodec):
         if found is None:
             found = self.rows.row_layout()
             found = self._layouts[device] = found if device.type == "cpu" else found.to(device)
-        if device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
-            stream = current_stream(device)
+        if device.type == "cuda":
             # Their memory remembers each stream until it is given back: once is enough.
-            key = device, stream.cuda_stream
-            if key not in self._streams:
+            key = device, stream_pointer(device)
+            if key not in self._streams and not torch.cuda.is_current_stream_capturing():
                 for table in (found.tables, found.starts):
-                    table.record_stream(stream)
+                    table.record_stream(current_stream(device))
                 self._streams.add(key)
         return found
 
-    def _parts(self, shape: Sequence[int], dtype: torch.dtype) -> PackedLayout:
-        n_bytes = elements(shape) * dtype.itemsize
+    def parts_of(
+        self, shape: Sequence[int], dtype: torch.dtype
+    ) -> tuple[PackedLayout, tuple[int, int, int]]:
+        """Return where the parts of a buffer are, and what its header says."""
+        n, size = elements(shape), dtype.itemsize
         f = self.rows.profile.format
-        return PackedLayout.of(
-            HEADER_BYTES,
-            n_bytes // ROW_BYTES,
-            f.row_words,
-            f.length_dtype.itemsize,
-            n_bytes % ROW_BYTES,
-        )
-
-    def _header(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[int, int, int]:
-        return elements(shape), dtype.itemsize, self.form
+        n_rows, tail_bytes = divmod(n * size, ROW_BYTES)
+        length_bytes = f.length_dtype.itemsize
+        parts = PackedLayout.of(HEADER_BYTES, n_rows, f.row_words, length_bytes, tail_bytes)
+        return parts, (n, size, self.form)
 
     def describe(self) -> str:
         """Return the plan in a few words: ``ibp-blob 2B k3 uniform``."""
@@ -209,13 +211,33 @@ def fit_rows(data: torch.Tensor, dtype: torch.dtype, options: Mapping[str, Any])
     return InvariantCodec.fit(rows.view(dtype).view(n_rows, -1), uniform=True, **options)
 
 
-def check_room(blob: Blob, parts: PackedLayout) -> None:
-    """Refuse a blob that has no room for the parts that its shape asks for."""
-    if blob.data.shape[0] < parts.used_bytes(0):
+def check_room(data: torch.Tensor, parts: PackedLayout) -> None:
+    """Refuse a buffer that has no room for the parts that its tensor asks for."""
+    if data.shape[0] < parts.used_bytes(0):
         raise CorruptedDataError(
-            f"blob: {blob.data.shape[0]} bytes, {list(blob.shape)} {blob.dtype} takes "
-            f"{parts.used_bytes(0)} or more"
+            f"blob: {data.shape[0]} bytes, rows of {parts.n_rows * ROW_BYTES + parts.tail_bytes} "
+            f"bytes take {parts.used_bytes(0)} or more"
         )
+
+
+class _FlatInvariant(FlatCodec):
+    def __init__(
+        self, codec: InvariantBlobCodec, elements: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(codec, elements, dtype)
+        self._packer, self._device = codec, device
+        self._parts, self._header = codec.parts_of(self._shape, dtype)
+
+    def encode(self, flat: torch.Tensor, data: torch.Tensor, sm_budget: int | None = None) -> None:
+        layout = self._packer.layout_on(self._device)
+        pack_blob(flat.view(torch.uint8), layout, self._parts, data, self._header, sm_budget)
+
+    def decode(self, data: torch.Tensor) -> torch.Tensor:
+        check_room(data, self._parts)
+        found = torch.empty(self.elements, dtype=self.dtype, device=self._device)
+        layout = self._packer.layout_on(self._device)
+        unpack_blob(data, layout, self._parts, found.view(torch.uint8), self._header)
+        return found
 
 
 _ROWS = torch.contiguous_format

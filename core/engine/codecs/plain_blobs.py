@@ -11,7 +11,14 @@ import torch
 from ...dtypes import flat_bytes
 from ...errors import CorruptedDataError
 from .base import bits_in_order
-from .blob import Blob, BlobCodec, check_decode_arguments, check_encode_arguments
+from .blob import (
+    HEADER_BYTES,
+    Blob,
+    BlobCodec,
+    FlatCodec,
+    check_decode_arguments,
+    check_encode_arguments,
+)
 
 
 class PlainBlobCodec(BlobCodec):
@@ -47,8 +54,15 @@ class PlainBlobCodec(BlobCodec):
         in_order = bits_in_order(out)
         to = out if in_order else torch.empty(out.shape, dtype=out.dtype, device=out.device)
         if not self.read(blob.data, blob.dtype, flat_bytes(to), sm_budget):
-            raise CorruptedDataError(f"blob: its {self.name} form is damaged, or of another tensor")
+            raise damaged(self.name)
         return out if in_order else out.copy_(to)
+
+    def for_flat(self, elements: int, dtype: torch.dtype, device: torch.device) -> FlatCodec:
+        """Return what swaps tensors of one size; see `BlobCodec.for_flat`."""
+        kind = type(self)
+        if (kind.encode, kind.decode) != (PlainBlobCodec.encode, PlainBlobCodec.decode):
+            return super().for_flat(elements, dtype, device)
+        return _FlatPlain(self, elements, dtype, device)
 
     def to_config(self) -> dict[str, Any]:
         """Return nothing: there is nothing to choose."""
@@ -60,3 +74,27 @@ class PlainBlobCodec(BlobCodec):
         if not isinstance(config, Mapping) or config:
             raise CorruptedDataError(f"{cls.name}: configuration {config!r:.60}, expected none")
         return cls()
+
+
+class _FlatPlain(FlatCodec):
+    def __init__(
+        self, codec: PlainBlobCodec, elements: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(codec, elements, dtype)
+        self._plain, self._device = codec, device
+
+    def encode(self, flat: torch.Tensor, data: torch.Tensor, sm_budget: int | None = None) -> None:
+        self._plain.write(flat.view(torch.uint8), self.dtype, data, sm_budget)
+
+    def decode(self, data: torch.Tensor) -> torch.Tensor:
+        found = torch.empty(self.elements, dtype=self.dtype, device=self._device)
+        if data.shape[0] < HEADER_BYTES or not self._plain.read(
+            data, self.dtype, found.view(torch.uint8), None
+        ):
+            raise damaged(self._plain.name)
+        return found
+
+
+def damaged(name: str) -> CorruptedDataError:
+    """Return the error of a buffer that a codec cannot read."""
+    return CorruptedDataError(f"blob: its {name} form is damaged, or of another tensor")

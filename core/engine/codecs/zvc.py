@@ -12,7 +12,7 @@ from ...errors import ArgumentError, ArgumentTypeError, CorruptedDataError
 from ..kernels import kernels_for
 from ..kernels.blob_format import ZVC_FORM, ZvcLayout
 from .base import bits_in_order
-from .blob import Blob, BlobCodec, check_decode_arguments, check_encode_arguments
+from .blob import Blob, BlobCodec, FlatCodec, check_decode_arguments, check_encode_arguments
 
 #: Bytes of the elements that are taken; those of 16 are compared with zero in halves.
 ELEMENT_BYTES = (1, 2, 4, 8, 16)
@@ -80,17 +80,19 @@ class ZvcCodec(BlobCodec):
         kernels_for(t.device).encode_zvc(flat_bytes(t), layout, layout.form, data, sm_budget)
         return Blob(data, t.shape, t.dtype)
 
+    def for_flat(self, elements: int, dtype: torch.dtype, device: torch.device) -> FlatCodec:
+        """Return what swaps tensors of one size; see `BlobCodec.for_flat`."""
+        if type(self) is not ZvcCodec:  # which may encode in another way
+            return super().for_flat(elements, dtype, device)
+        return _FlatZvc(self, elements, dtype, device)
+
     def decode(
         self, blob: Blob, out: torch.Tensor | None = None, *, sm_budget: int | None = None
     ) -> torch.Tensor:
         """Decode a blob on its own device; see `BlobCodec.decode`."""
         result = check_decode_arguments(self, blob, out, sm_budget)
         layout = ZvcLayout.of(blob.shape, blob.dtype)
-        if blob.data.shape[0] < layout.least_bytes:
-            raise CorruptedDataError(
-                f"blob: {blob.data.shape[0]} bytes, {list(blob.shape)} {blob.dtype} takes "
-                f"{layout.least_bytes} or more"
-            )
+        _check_room(blob.data, layout)
         target = result if bits_in_order(result) else torch.empty_like(result, memory_format=_ROWS)
         kernels_for(blob.device).decode_zvc(
             blob.data, layout, layout.form, flat_bytes(target), sm_budget
@@ -113,6 +115,36 @@ class ZvcCodec(BlobCodec):
         if not isinstance(config, Mapping) or config:
             raise CorruptedDataError(f"zvc: configuration is {config!r:.60}, expected {{}}")
         return cls()
+
+
+class _FlatZvc(FlatCodec):
+    def __init__(
+        self, codec: ZvcCodec, elements: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__(codec, elements, dtype)
+        self._layout, self._device = ZvcLayout.of(self._shape, dtype), device
+
+    def encode(self, flat: torch.Tensor, data: torch.Tensor, sm_budget: int | None = None) -> None:
+        layout = self._layout
+        kernels = kernels_for(self._device)
+        kernels.encode_zvc(flat.view(torch.uint8), layout, layout.form, data, sm_budget)
+
+    def decode(self, data: torch.Tensor) -> torch.Tensor:
+        layout = self._layout
+        if data.shape[0] < layout.least_bytes:
+            _check_room(data, layout)
+        found = torch.empty(self.elements, dtype=self.dtype, device=self._device)
+        kernels = kernels_for(self._device)
+        kernels.decode_zvc(data, layout, layout.form, found.view(torch.uint8))
+        return found
+
+
+def _check_room(data: torch.Tensor, layout: ZvcLayout) -> None:
+    if data.shape[0] < layout.least_bytes:
+        raise CorruptedDataError(
+            f"blob: {data.shape[0]} bytes, {layout.elements} elements of {layout.element_bytes} "
+            f"bytes take {layout.least_bytes} or more"
+        )
 
 
 _ROWS = torch.contiguous_format

@@ -16,7 +16,8 @@ before a gather, is reached by `cuda.kernels_on`. A new kernel: docs/extending.m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import torch
@@ -198,12 +199,26 @@ def kernels_for(device: torch.device) -> Kernels:
     ArgumentTypeError
         For a device that is neither a CPU nor a CUDA GPU.
     """
-    if device.type == "cpu":
-        from . import cpu
-
-        return cpu
-    if device.type == "cuda":
-        from . import cuda
-
-        return cuda.kernels_on(device)
+    kind = device.type
+    if kind == "cpu":
+        return _cpu()
+    if kind == "cuda":
+        return _kernels_on()(device)
     raise ArgumentTypeError(f"device: {device}, accepted are cpu and cuda")
+
+
+# Each is imported with its first use, and not looked for again: that takes as long as a launch.
+
+
+@functools.cache
+def _cpu() -> Kernels:
+    from . import cpu
+
+    return cpu
+
+
+@functools.cache
+def _kernels_on() -> Callable[[torch.device], Kernels]:
+    from .cuda import kernels_on
+
+    return kernels_on

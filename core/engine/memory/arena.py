@@ -65,15 +65,23 @@ class _Slab:
         return self.buffer.nbytes
 
 
-@dataclass(eq=False, slots=True)
-class _Range:
+class _Taken(Protocol):
     """A range of a slab that is taken, aligned but for the end of the slab."""
 
     slab: _Slab
     begin: int
     end: int
+    pending: Pending | None
+
+
+@dataclass(eq=False, slots=True)
+class _Left:
+    """The range that a reservation has left."""
+
+    slab: _Slab
+    begin: int
+    end: int
     pending: Pending | None = None
-    when_returned: Callable[[], object] | None = None
 
 
 class Reservation:
@@ -87,7 +95,7 @@ class Reservation:
         What is left.
     """
 
-    def __init__(self, taken: _Range, nbytes: int, returned: deque[_Range]) -> None:
+    def __init__(self, taken: _Left, nbytes: int, returned: deque[_Taken]) -> None:
         self.nbytes = nbytes
         self._range = taken
         self._returned = returned
@@ -138,25 +146,31 @@ class Reservation:
                 tensor = torch.from_numpy(array)  # whose storage holds the array
         else:
             tensor = torch.from_numpy(array)
-        size = _aligned(nbytes)
+        size = -nbytes % ALIGN_BYTES + nbytes
         middle = begin + size if size < self.nbytes else left.end
-        cut = _Range(slab, begin, middle, pending, when_returned)
+        piece = _Piece(array, _give_back)
+        piece.slab, piece.begin, piece.end = slab, begin, middle
+        piece.pending, piece.when_returned = pending, when_returned
+        piece.returned = self._returned
         # First: an interruption between these lines must leave no bytes with two owners.
         left.begin = middle
-        self.nbytes = max(0, self.nbytes - size)
-        piece = _Piece(array, _give_back)
-        piece.range, piece.returned = cut, self._returned
+        self.nbytes -= size if size < self.nbytes else self.nbytes
         _pieces[id(piece)] = piece
         return tensor
 
 
 class _Piece(weakref.ref[Any]):
-    """Sees the array of a piece go: at a third of the price of `weakref.finalize`."""
+    """A range that sees its array go: at a third of the price of `weakref.finalize`."""
 
-    __slots__ = ("range", "returned")
+    __slots__ = ("begin", "end", "pending", "returned", "slab", "when_returned")
 
-    range: _Range
-    returned: deque[_Range]
+    slab: _Slab
+    begin: int
+    end: int
+    pending: Pending | None
+    when_returned: Callable[[], object] | None
+    #: Takes it when its array is gone.
+    returned: deque[_Taken]
 
 
 #: Those whose arrays live.
@@ -166,10 +180,9 @@ _pieces: dict[int, _Piece] = {}
 def _give_back(piece: _Piece, pieces: dict[int, _Piece] = _pieces) -> None:
     """Give memory back; the garbage collector may call it while a thread holds any lock."""
     del pieces[id(piece)]
-    gone = piece.range
-    piece.returned.append(gone)
-    if gone.when_returned is not None:
-        gone.when_returned()
+    piece.returned.append(piece)
+    if piece.when_returned is not None:
+        piece.when_returned()
 
 
 class Arena:
@@ -196,8 +209,8 @@ class Arena:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._slabs: list[_Slab] = []
-        self._returned: deque[_Range] = deque()
-        self._deferred: list[tuple[list[Event], _Range]] = []
+        self._returned: deque[_Taken] = deque()
+        self._deferred: list[tuple[list[Event], _Taken]] = []
         self._dedicated: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -324,14 +337,14 @@ class Arena:
             nbytes = min(size, wanted)
             end = begin + min(size, _aligned(nbytes))
             slab.free.take(begin, end)
-        return Reservation(_Range(slab, begin, end), nbytes, self._returned)
+        return Reservation(_Left(slab, begin, end), nbytes, self._returned)
 
     def _reserve_new(self, nbytes: int, kind: Kind) -> Reservation:
         slab = _Slab(self._allocate(nbytes, kind), kind, FreeRanges(nbytes))
         slab.free.take(0, nbytes)
         with self._lock:
             self._slabs.append(slab)
-        return Reservation(_Range(slab, 0, nbytes), nbytes, self._returned)
+        return Reservation(_Left(slab, 0, nbytes), nbytes, self._returned)
 
     def _reserve_new_on(self, nbytes: int, kind: Kind, device: int | None) -> Reservation:
         """Return the memory of a new buffer, from a thread.

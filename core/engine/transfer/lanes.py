@@ -226,7 +226,31 @@ class StreamTask:
 
 
 class ThreadTask(Future[T]):
-    """Work of a thread."""
+    """Work of a thread.
+
+    What asks for one that went well takes no lock.
+    """
+
+    _went_well = False
+    _value: T
+
+    def set_result(self, result: T) -> None:
+        """Record the result, and wake those that wait for it."""
+        self._value = result
+        super().set_result(result)
+        self._went_well = True  # from now on nothing changes
+
+    def done(self) -> bool:
+        """Return whether it is done, has failed or was cancelled."""
+        return self._went_well or super().done()
+
+    def result(self, timeout: float | None = None) -> T:
+        """Return its result, or raise its error; wait for it."""
+        return self._value if self._went_well else super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return its error, or None; wait for it."""
+        return None if self._went_well else super().exception(timeout)
 
     def wait(self) -> None:
         """Wait until it is done, has failed or was cancelled; raise nothing."""

@@ -166,6 +166,54 @@ def test_what_does_not_shrink_keeps_its_bounds(case: Case) -> None:
 
 
 @every_case
+def test_swaps_of_one_size_have_the_same_bytes_and_checks(case: Case) -> None:
+    for dtype in case.dtypes:
+        codec = case.fit(tensor_of(dtype, (100, 100)))
+        for n in (0, 1, 31, 70_000 // dtype.itemsize):
+            t = tensor_of(dtype, (n + 3,))[3:]  # at no address of its own
+            flat = codec.for_flat(n, dtype, t.device)
+            assert flat.max_bytes == codec.max_encoded_bytes(t.shape, dtype)
+            memory = torch.full((flat.max_bytes + ALIGN_BYTES,), FILL, dtype=torch.uint8)
+            flat.encode(t, memory[: flat.max_bytes])
+            assert (memory[flat.max_bytes :] == FILL).all()
+            blob = codec.encode(t).trimmed()
+            data = memory[: blob.data.shape[0]].clone()
+            assert torch.equal(data, blob.data)
+            found = flat.decode(data)
+            assert found.is_contiguous() and same_bits(found, codec.decode(blob))
+    codec, t, blob = small(case)
+    flat = codec.for_flat(t.numel(), t.dtype, t.device)
+    for n in range(0, blob.data.shape[0], ALIGN_BYTES):
+        with pytest.raises(bitslab.CorruptedDataError):
+            flat.decode(guarded(blob.data[:n]))
+
+
+@every_case
+def test_swaps_of_a_codec_that_is_derived_are_by_its_own_methods(case: Case) -> None:
+    calls: list[str] = []
+
+    class Derived(case.cls):  # type: ignore[misc, name-defined]
+        def encode(self, *args: Any, **options: Any) -> Blob:
+            calls.append("encode")
+            blob: Blob = super().encode(*args, **options)
+            return blob
+
+        def decode(self, *args: Any, **options: Any) -> torch.Tensor:
+            calls.append("decode")
+            t: torch.Tensor = super().decode(*args, **options)
+            return t
+
+    t = tensor_of(torch.float32, (50,))
+    codec = Derived.from_config(case.fit(t).to_config())
+    assert type(codec) is Derived
+    flat = codec.for_flat(50, t.dtype, t.device)
+    data = torch.zeros(flat.max_bytes, dtype=torch.uint8)
+    flat.encode(t, data)
+    assert_comes_back(codec, t, flat.decode(data))
+    assert calls == ["encode", "decode"]
+
+
+@every_case
 def test_strides_of_any_kind(case: Case) -> None:
     dtype = torch.float32 if torch.float32 in case.dtypes else case.dtypes[0]
     base = tensor_of(dtype, (12, 10, 9))

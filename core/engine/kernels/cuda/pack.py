@@ -13,7 +13,7 @@ from .runner import Launch, Runner
 from .source import PACK_BLOCKS, Variant
 from .tiles import THREADS, WARPS, aligned_to, has_byte_field
 
-#: Layouts of codecs whose launches are kept.
+#: Launches that are kept, one for each codec and size of a tensor.
 MOST_BOUND = 1024
 
 
@@ -59,8 +59,10 @@ class PackKernels:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        #: By id of their layout, with it and the words of shared memory of a warp.
-        self._launches: dict[int, tuple[RowLayout, Launch, int]] = {}
+        #: By id of layout and parts, and header: with both, so that no others get their numbers.
+        self._launches: dict[
+            tuple[int, int, tuple[int, int, int]], tuple[RowLayout, PackedLayout, Launch]
+        ] = {}
 
     def pack_blob(
         self,
@@ -74,58 +76,62 @@ class PackKernels:
         counted: bool = False,
     ) -> None:
         """Pack the rows of a tensor; see `kernels.packed_blob`."""
-        f = layout.format
-        x = aligned_to(x, f.chunk_bytes)
+        found = self._launches.get((id(layout), id(parts), header))
+        launch = self._bind(layout, parts, header) if found is None else found[2]
+        x = aligned_to(x, layout.format.chunk_bytes)
         states = torch.zeros(parts.blocks + 1, dtype=torch.int64, device=x.device)
-        elements, element_bytes, form = header
-        launch, words = self._launch(layout)
+        address = data.data_ptr()
         launch(
             self._blocks(parts, sm_budget),
             x.data_ptr(),
-            parts.n_rows,
-            f.chunks,
-            f.row_words,
-            f.row_bytes,
-            parts.tail_bytes,
-            data.data_ptr() + VALUE_BYTES_AT if counted else 0,
-            layout.tables.data_ptr(),
-            layout.starts.data_ptr(),
-            words,
-            elements,
-            element_bytes,
-            form,
-            parts.lengths_at,
-            parts.length_bytes,
-            parts.bases_at,
-            parts.tail_at,
-            parts.words_at,
-            data.data_ptr(),
+            address + VALUE_BYTES_AT if counted else 0,
+            address,
             states.data_ptr(),
         )
 
-    def _launch(self, layout: RowLayout) -> tuple[Launch, int]:
-        """Return the kernel for rows of a layout, bound once, and the words of a warp."""
-        found = self._launches.get(id(layout))
-        if found is None:
-            if len(self._launches) >= MOST_BOUND:
-                self._launches.clear()
-            f, words = layout.format, warp_words(layout)
-            variant = Variant(
-                "pack",
-                f.chunk_bytes,
-                f.code_bits,
-                f.grouped,
-                True,
-                byte_field=has_byte_field(layout),
-            )
-            launch = self._runner.bind(variant, PackBlob, THREADS, 4 * words * WARPS)
-            found = self._launches[id(layout)] = layout, launch, words
-        return found[1:]
+    def _bind(self, layout: RowLayout, parts: PackedLayout, header: tuple[int, int, int]) -> Launch:
+        """Return the kernel for tensors of one size: only addresses change from start to start."""
+        f, words = layout.format, warp_words(layout)
+        variant = Variant(
+            "pack",
+            f.chunk_bytes,
+            f.code_bits,
+            f.grouped,
+            True,
+            byte_field=has_byte_field(layout),
+        )
+        elements, element_bytes, form = header
+        launch = self._runner.bind(
+            variant,
+            PackBlob,
+            THREADS,
+            4 * words * WARPS,
+            n_rows=parts.n_rows,
+            chunks=f.chunks,
+            row_words=f.row_words,
+            row_bytes=f.row_bytes,
+            tail_bytes=parts.tail_bytes,
+            tables=layout.tables,
+            starts=layout.starts,
+            warp_words=words,
+            elements=elements,
+            element_bytes=element_bytes,
+            form=form,
+            lengths_at=parts.lengths_at,
+            length_bytes=parts.length_bytes,
+            bases_at=parts.bases_at,
+            tail_at=parts.tail_at,
+            words_at=parts.words_at,
+        )
+        if len(self._launches) >= MOST_BOUND:
+            self._launches.clear()
+        self._launches[id(layout), id(parts), header] = layout, parts, launch
+        return launch
 
     def _blocks(self, parts: PackedLayout, sm_budget: int | None) -> int:
         """Return the blocks of a launch: one for each of the layout, or as many as may run."""
         if sm_budget is None:
-            return max(1, parts.blocks)
+            return parts.blocks or 1
         processors = max(1, min(sm_budget, self._runner.multiprocessors))
         return max(1, min(parts.blocks, processors * PACK_BLOCKS))
 

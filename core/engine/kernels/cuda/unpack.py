@@ -69,7 +69,7 @@ class _BoundRows:
         shape = run_shape(f, _facts(f.row_words))
         variant = replace(decode_variant("decode", layout, address), counted=counted)
         grid = Grid(runner, variant, shape)
-        self.layout = layout  # whose id stands for it
+        self.layout = layout  # whose id stands for it, as that of `parts` does
         self._parts, self._counted = parts, counted
         self._tiles = ceil_div(parts.n_rows, shape.tile_rows) + 1
         self._grid = grid
@@ -115,8 +115,12 @@ class UnpackKernels:
     def __init__(self, runner: Runner, decode: DecodeKernels) -> None:
         self._runner = runner
         self._decode = decode
-        self._rest: Launch | None = None
-        self._rows: dict[tuple[int, PackedLayout, int, bool], _BoundRows] = {}
+        #: By id of parts, bytes of a row, header, and whether rows are counted: with the parts, so
+        #: that no others get their number.
+        self._rest: dict[
+            tuple[int, int, tuple[int, int, int], bool], tuple[PackedLayout, Launch]
+        ] = {}
+        self._rows: dict[tuple[int, int, int, bool], _BoundRows] = {}
 
     def unpack_blob(
         self,
@@ -131,28 +135,15 @@ class UnpackKernels:
     ) -> None:
         """Unpack the rows of a tensor; see `kernels.packed_blob`. Damage is in the mailbox."""
         f = layout.format
-        if self._rest is None:
-            self._rest = self._runner.bind(UNPACK, UnpackRest, THREADS)
+        key = id(parts), f.row_bytes, header, counted
+        kept = self._rest.get(key)
+        rest = self._bind_rest(f.row_bytes, parts, header, counted) if kept is None else kept[1]
         row_bytes = parts.n_rows * f.row_bytes
-        self._rest(
-            1,
-            data.data_ptr(),
-            data.shape[0],
-            parts.n_rows,
-            f.row_bytes,
-            parts.tail_bytes,
-            int(counted),
-            *header,
-            parts.bases_at,
-            parts.tail_at,
-            parts.words_at,
-            out.data_ptr() + row_bytes,
-            self._runner.mailbox.data_ptr(),
-        )
+        source, nbytes, address = data.data_ptr(), data.shape[0], out.data_ptr()
+        rest(1, source, nbytes, address + row_bytes)
         if not parts.n_rows:
             return
-        address = out.data_ptr()
-        if address % f.chunk_bytes or data.data_ptr() % WORDS_ALIGN_BYTES:
+        if address % f.chunk_bytes or source % WORDS_ALIGN_BYTES:
             rows = out[:row_bytes].view(parts.n_rows, f.row_bytes)
             value_bytes = data[VALUE_BYTES_AT:HEADER_BYTES] if counted else None
             storage = parts.storage(data, f.length_dtype)
@@ -168,7 +159,33 @@ class UnpackKernels:
             )
             return
         bound = self._bound_rows(layout, parts, address, counted)
-        bound(data.data_ptr(), data.shape[0], address, sm_budget)
+        bound(source, nbytes, address, sm_budget)
+
+    def _bind_rest(
+        self, row_bytes: int, parts: PackedLayout, header: tuple[int, int, int], counted: bool
+    ) -> Launch:
+        """Return the kernel for buffers of one size: only addresses change from start to start."""
+        elements, element_bytes, form = header
+        launch = self._runner.bind(
+            UNPACK,
+            UnpackRest,
+            THREADS,
+            n_rows=parts.n_rows,
+            row_bytes=row_bytes,
+            tail_bytes=parts.tail_bytes,
+            counted=int(counted),
+            elements=elements,
+            element_bytes=element_bytes,
+            form=form,
+            bases_at=parts.bases_at,
+            tail_at=parts.tail_at,
+            words_at=parts.words_at,
+            mailbox=self._runner.mailbox,
+        )
+        if len(self._rest) >= MOST_BOUND:
+            self._rest.clear()
+        self._rest[id(parts), row_bytes, header, counted] = parts, launch
+        return launch
 
     def _bound_rows(
         self, layout: RowLayout, parts: PackedLayout, address: int, counted: bool
@@ -176,7 +193,7 @@ class UnpackKernels:
         """Return the launch for a size, bound once."""
         f = layout.format
         offset = address % (widest_vector(f.chunk_bytes, f.uniform) * f.chunk_bytes)
-        key = id(layout), parts, offset, counted
+        key = id(layout), id(parts), offset, counted
         found = self._rows.get(key)
         if found is None:
             if len(self._rows) >= MOST_BOUND:

@@ -7,10 +7,13 @@ from dataclasses import dataclass
 import torch
 
 from ..blob_format import ALIGN_BYTES, ZvcLayout, zvc_blocks, zvc_threads
-from .parameters import Address, Int32, Int64, Parameters
+from .parameters import Address, Int32, Int64, Parameters, Value
 from .runner import Launch, Runner
 from .source import zvc_variant
 from .tiles import aligned_to
+
+#: Launches that are kept, one for each size of a tensor.
+MOST_BOUND = 1024
 
 
 @dataclass(init=False)
@@ -71,7 +74,9 @@ class ZvcKernels:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
-        self._launches: dict[tuple[int, type[Parameters]], Launch] = {}
+        #: By id of a layout, form and fill: with the layout, so that no other one gets its number.
+        self._encoders: dict[tuple[int, int, int], tuple[ZvcLayout, Launch]] = {}
+        self._decoders: dict[tuple[int, int], tuple[ZvcLayout, Launch]] = {}
 
     def encode_zvc(
         self,
@@ -84,22 +89,16 @@ class ZvcKernels:
         fill_bytes: int = ALIGN_BYTES,
     ) -> None:
         """Encode a tensor; see `kernels.cpu.encode_zvc`."""
+        found = self._encoders.get((id(layout), form, fill_bytes))
+        launch = self._bind_encoder(layout, form, fill_bytes) if found is None else found[1]
         x = aligned_to(x, layout.unit_bytes)
         states = torch.zeros(layout.blocks + 1, dtype=torch.int64, device=x.device)
-        self._launch(layout, EncodeZvc)(
-            self._blocks(layout, sm_budget, zvc_blocks(layout.unit_bytes)),
+        address = data.data_ptr()
+        launch(
+            self._blocks(layout, sm_budget, decodes=False),
             x.data_ptr(),
-            layout.units,
-            layout.blocks,
-            layout.elements,
-            layout.element_bytes,
-            form,
-            layout.starts_at,
-            layout.bitmap_at,
-            layout.values_at,
-            fill_bytes,
-            data.data_ptr(),
-            data.data_ptr() + layout.values_at if values is None else values.data_ptr(),
+            address,
+            address + layout.values_at if values is None else values.data_ptr(),
             states.data_ptr(),
         )
 
@@ -113,41 +112,60 @@ class ZvcKernels:
         values: torch.Tensor | None = None,
     ) -> None:
         """Decode a tensor; see `kernels.cpu.decode_zvc`. Damage is in the mailbox."""
+        found = self._decoders.get((id(layout), form))
+        launch = self._bind_decoder(layout, form) if found is None else found[1]
+        address, nbytes = data.data_ptr(), data.shape[0]
         if values is None:  # there may be none: an empty slice would have no address
-            values_from = data.data_ptr() + layout.values_at
-            room = max(0, data.shape[0] - layout.values_at)
+            values_from = address + layout.values_at
+            room = max(0, nbytes - layout.values_at)
         else:
             values_from, room = values.data_ptr(), values.shape[0]
-        self._launch(layout, DecodeZvc)(
-            self._blocks(layout, sm_budget, zvc_blocks(layout.unit_bytes, decodes=True)),
-            data.data_ptr(),
-            data.shape[0],
-            layout.units,
-            layout.blocks,
-            layout.elements,
-            layout.element_bytes,
-            form,
-            layout.starts_at,
-            layout.bitmap_at,
-            layout.values_at,
+        launch(
+            self._blocks(layout, sm_budget, decodes=True),
+            address,
+            nbytes,
             values_from,
             room,
             out.data_ptr(),
-            self._runner.mailbox.data_ptr(),
         )
 
-    def _launch(self, layout: ZvcLayout, parameters: type[Parameters]) -> Launch:
-        unit_bytes = layout.unit_bytes
-        found = self._launches.get((unit_bytes, parameters))
-        if found is None:
-            threads = zvc_threads(unit_bytes)
-            found = self._runner.bind(zvc_variant(unit_bytes), parameters, threads)
-            self._launches[unit_bytes, parameters] = found
-        return found
+    def _bind_encoder(self, layout: ZvcLayout, form: int, fill_bytes: int) -> Launch:
+        launch = self._bind(layout, EncodeZvc, form, fill_bytes=fill_bytes)
+        if len(self._encoders) >= MOST_BOUND:
+            self._encoders.clear()
+        self._encoders[id(layout), form, fill_bytes] = layout, launch
+        return launch
 
-    def _blocks(self, layout: ZvcLayout, sm_budget: int | None, at_once: int) -> int:
+    def _bind_decoder(self, layout: ZvcLayout, form: int) -> Launch:
+        launch = self._bind(layout, DecodeZvc, form, mailbox=self._runner.mailbox)
+        if len(self._decoders) >= MOST_BOUND:
+            self._decoders.clear()
+        self._decoders[id(layout), form] = layout, launch
+        return launch
+
+    def _bind(
+        self, layout: ZvcLayout, parameters: type[Parameters], form: int, **fixed: Value
+    ) -> Launch:
+        """Return the kernel for tensors of one size: only addresses change from start to start."""
+        unit_bytes = layout.unit_bytes
+        return self._runner.bind(
+            zvc_variant(unit_bytes),
+            parameters,
+            zvc_threads(unit_bytes),
+            units=layout.units,
+            blocks=layout.blocks,
+            elements=layout.elements,
+            element_bytes=layout.element_bytes,
+            form=form,
+            starts_at=layout.starts_at,
+            bitmap_at=layout.bitmap_at,
+            values_at=layout.values_at,
+            **fixed,
+        )
+
+    def _blocks(self, layout: ZvcLayout, sm_budget: int | None, decodes: bool) -> int:
         """Return the blocks of a launch: one for each of the layout, or as many as may run."""
         if sm_budget is None:
-            return max(1, layout.blocks)
+            return layout.blocks or 1
         processors = max(1, min(sm_budget, self._runner.multiprocessors))
-        return max(1, min(layout.blocks, processors * at_once))
+        return max(1, min(layout.blocks, processors * zvc_blocks(layout.unit_bytes, decodes)))
