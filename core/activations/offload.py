@@ -534,6 +534,7 @@ class ActivationOffload:
             notes,
             self._policy.rows(),
             disk,
+            self._hooks.passes,
         )
 
     def _tier_of(self, site: str) -> str:
