@@ -416,7 +416,11 @@ class PlannedPolicy:
         if len(self._steps) < COMPARED_STEPS:
             return False
         found = compare(
-            self.plan, self._steps, plain_step_s=self._plain_s, corrections=self._corrections
+            self.plan,
+            self._steps,
+            plain_step_s=self._plain_s,
+            corrections=self._corrections,
+            turn_s=self.profile.turn_s,
         )
         assert self._pass_plan is not None
         step_s = min(step.step_s for step in self._steps)
