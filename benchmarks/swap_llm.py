@@ -50,7 +50,8 @@ def minilm(dtype: torch.dtype, report: Report) -> Found:
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
     for step in range(TUNED_STEPS):
         optimizer.zero_grad()
-        contrastive_loss(model, llm_minilm.batch(LINES, TOKENS, seed=step)).backward()
+        loss = contrastive_loss(model, llm_minilm.batch(LINES, TOKENS, seed=step))
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     optimizer.zero_grad()
     inputs = llm_minilm.batch(LINES, TOKENS, seed=TUNED_STEPS)
@@ -114,7 +115,7 @@ def _kind_of_weights(weights: torch.Tensor) -> str:
     """Return what attention's weights are, ``[n, tokens, tokens]``, by where they have zeros."""
     below = torch.ones(weights.shape[-2:]).tril().bool()
     values = weights[:, below]
-    if len(values.unique()) <= 2:
+    if len(values.unique()) <= 2:  # type: ignore[no-untyped-call]
         return "dropout mask"
     if values.eq(0).float().mean() > DENSE_ZEROS:  # not those above, of a causal mask
         return "dropped softmax"

@@ -255,8 +255,11 @@ def lossy_notes(codecs: Codecs, rows: Sequence[SiteReport]) -> list[str]:
     return [f"Lossy ({what}): {', '.join(found) or 'none'}."]
 
 
-def disk_notes(disk: Mapping[str, Any], passes: int) -> list[str]:
-    """Return what is to be known of a disk, from `DiskTier.stats`, after so many passes."""
+def disk_notes(disk: Mapping[str, Any], passes: int, *, on_gpu: bool) -> list[str]:
+    """Return what is to be known of a disk, from `DiskTier.stats`, after so many passes.
+
+    `on_gpu` says whether what it was given came from a GPU.
+    """
     written, seconds = disk["written_bytes"], disk["write_seconds"]
     where = ", ".join(folder["path"] for folder in disk["folders"])
     said = f"Disk ({where}): {written / 1e9:.3g} GB written"
@@ -270,6 +273,8 @@ def disk_notes(disk: Mapping[str, Any], passes: int) -> list[str]:
     days = disk["lifespan_days"]
     said += "." if days is None else f". At this rate the drives last {days:,.0f} days."
     notes = [said]
+    if on_gpu:
+        notes.append("GPU Direct Storage is not used: bytes cross page-locked host memory.")
     if disk["local_ranks"] > 1:
         notes.append(
             f"{disk['local_ranks']} ranks of this machine share the disk: each is planned with its "
