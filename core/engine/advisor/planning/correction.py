@@ -177,14 +177,11 @@ def _factors(
     encoding = 1.0
     if measured.compute_s is not None:
         compute_s = predicted.step_s - predicted.stall_s - predicted.codec_s
-        forward_s = measured.forward_compute_s
-        encodes = turn_s is not None and predicted.encode_s > LEAST_ENCODING * turn_s
-        if encodes and turn_s is not None and forward_s is not None and compute_s > turn_s:
+        forward_s, encode_s = measured.forward_compute_s, predicted.encode_s
+        compute = _factor(measured.compute_s, compute_s + encode_s)
+        if turn_s is not None and forward_s is not None and encode_s > LEAST_ENCODING * turn_s:
             compute = _factor(measured.compute_s - forward_s, compute_s - turn_s)
-            added_s = max(0.0, forward_s - turn_s * compute)
-            encoding = added_s / predicted.encode_s
-        else:
-            compute = _factor(measured.compute_s, compute_s)
+            encoding = max(0.0, forward_s - turn_s * compute) / encode_s
     factors = {
         "encoding": encoding,
         "compute": compute,
