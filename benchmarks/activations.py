@@ -27,7 +27,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 
-from activations_cpu import cpu
+from activations_cpu import WAYS, cpu
 from activations_disk import Rows, disk
 from activations_gpu import add_options as add_gpu_options
 from activations_gpu import gpu
@@ -67,6 +67,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--widths", nargs="+", type=int, help="model: widths of layers (default: by the device)")
     add("--cpu-batch", type=int, default=4, help="cpu: sequences of a step (default: %(default)s)")
     add("--cpu-tokens", type=int, default=256, help="cpu: of a sequence (default: %(default)s)")
+    add("--cpu-ways", nargs="+", choices=WAYS, metavar="WAY", default=list(WAYS),
+        help=f"cpu: beside plain (default: all of {', '.join(WAYS)})")  # fmt: skip
     add("--sites", nargs="+", type=int, help="plan: of drawn steps (default: 12 40 500)")
     add("--milp-seconds", type=float, default=10.0, help="plan: for a program (default: 10)")
     add_output(parser)

@@ -218,11 +218,12 @@ def row_of(way: str, runs: list[dict[str, Any]], plain: list[dict[str, Any]]) ->
 def cpu(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Rows]:
     """Return a table for each allocator."""
     tables: dict[str, Rows] = {}
+    ways = list(dict.fromkeys((WAYS[0], *arguments.cpu_ways)))
     with tempfile.TemporaryDirectory(dir=arguments.folder or os.getcwd()) as folder:
         for name, env in ALLOCATORS.items():
-            runs: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
+            runs: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
             for turn in range(arguments.repetitions):
-                for way in WAYS:
+                for way in ways:
                     progress(f"cpu: {name}, turn {turn + 1}: {way}")
                     runs[way].append(measure(way, arguments, folder, turn, env))
             title = (

@@ -24,6 +24,7 @@ from timing import add_output, print_tables, run_parts
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
+import swap_llm  # noqa: E402
 import swap_lossy  # noqa: E402
 import swap_model  # noqa: E402
 import swap_ratio  # noqa: E402
@@ -31,7 +32,7 @@ import swap_train  # noqa: E402
 from cnn.models import MODELS  # noqa: E402
 
 #: What ratio has besides CNNs.
-OF_RATIO = (swap_ratio.ZEROS, swap_ratio.MINILM)
+OF_RATIO = (swap_ratio.ZEROS, *swap_llm.MODELS)
 
 Rows = list[dict[str, Any]]
 Report = Callable[[str], None]

@@ -1,11 +1,10 @@
 """Sizes of what models save for their backward pass, by codec, all metadata counted.
 
 CNNs are trained on scikit-learn's digits, enlarged to 32 pixels, and then save one batch that they
-were not trained on last; MiniLM is tuned for some steps on text of this checkout, as SimCSE does,
-and saves a batch of it. A row is a kind of tensor, all layers together, encoded tensor by tensor
-with a codec fitted to it; `best` is the smallest of each tensor, raw where none is smaller. Before
-them stand normal values with zeros scattered over them. Peers: LZ4 (the package lz4, by our form of
-it), zstd and zlib at their fastest usual levels.
+were not trained on last; language models are those of swap_llm.py. A row is a kind of tensor, all
+layers together, encoded tensor by tensor with a codec fitted to it; `best` is the smallest of each
+tensor, raw where none is smaller. Before them stand normal values with zeros scattered over them.
+Peers: LZ4 (the package lz4, by our form of it), zstd and zlib at their fastest usual levels.
 """
 
 from __future__ import annotations
@@ -13,24 +12,22 @@ from __future__ import annotations
 import argparse
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
+import swap_llm
 import torch
 import zstandard
 from cnn.images import load_images
 from cnn.models import SIDES
 from cnn.options import check_options
 from cnn.options import make_parser as cnn_parser
-from cnn.saved import Saved, recorded, saved_tensors
+from cnn.saved import Saved, saved_tensors
 from cnn.training import Trainer
-from torch.nn import functional
 
 from bitslab.engine.codecs import blob_codec_class
 
 #: Those of which issue 20 names sizes.
 MODELS = ("alexnet", "vgg16", "vgg16_bn")
-MINILM = "minilm"
 ZEROS = "zeros"
 CODECS = ("zvc", "csr", "rle", "ibp-blob", "zvc+ibp", "lz4")
 RAW, ZSTD, ZLIB, BEST = "raw", "zstd", "zlib", "best"
@@ -43,17 +40,7 @@ KINDS: dict[str, tuple[str, ...] | None] = {
     "dropout": ("dropout", "dropout mask"),
     "everything": None,
 }
-MINILM_KINDS: dict[str, tuple[str, ...] | None] = {
-    "dropout masks": ("dropout mask",),
-    "dense": ("dense",),
-    "everything": None,
-}
-#: A tensor with fewer zeros is dense.
-DENSE_ZEROS = 0.01
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-#: Lines of text in a batch of MiniLM, each seen twice, their tokens, and steps of tuning.
-LINES, TOKENS, TUNED_STEPS = 2, 128, 3
-TEMPERATURE = 0.05
 ELEMENTS = 1 << 20  # of a tensor with scattered zeros
 
 Rows = list[dict[str, Any]]
@@ -101,12 +88,12 @@ def row_of(chosen: Iterable[tuple[Saved, Mapping[str, int]]]) -> dict[str, Any]:
 def ratio(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
     """Train the models, and return a table for each of them and dtype."""
     tables: dict[str, Rows] = {}
-    for model in arguments.models or (ZEROS, *MODELS, MINILM):
+    for model in arguments.models or (ZEROS, *MODELS, *swap_llm.MODELS):
         for name in DTYPES:
             if model == ZEROS:
                 tables |= zeros(name)
-            elif model == MINILM:
-                tables |= minilm(name, report)
+            elif model in swap_llm.MODELS:
+                tables |= language_model(model, name, report)
             else:
                 tables |= cnn(model, name, arguments, report)
     return tables
@@ -152,59 +139,15 @@ def cnn(
     return {title: table(saved_tensors(trainer.model, batch, labels, DTYPES[dtype_name]))}
 
 
-def minilm(dtype_name: str, report: Report) -> dict[str, Rows]:
-    """Tune MiniLM and return the table of what it saves, or nothing where it is not installed."""
+def language_model(model: str, dtype_name: str, report: Report) -> dict[str, Rows]:
+    """Return the table of what a language model saves, or nothing where it is not installed."""
     try:
-        import llm_minilm
-
-        model = llm_minilm.load(DTYPES[dtype_name]).train()
-    except (ImportError, FileNotFoundError) as error:
-        report(f"left out: {MINILM} ({error})")
+        title, saved = swap_llm.MODELS[model](DTYPES[dtype_name], report)
+    except swap_llm.MISSING as error:
+        report(f"left out: {model} ({error})")
         return {}
-    report(f"{MINILM}, {dtype_name}: {TUNED_STEPS} steps")
-    torch.manual_seed(0)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5)
-    for step in range(TUNED_STEPS):
-        optimizer.zero_grad()
-        contrastive_loss(model, llm_minilm.batch(LINES, TOKENS, seed=step)).backward()
-        optimizer.step()
-    optimizer.zero_grad()
-    inputs = llm_minilm.batch(LINES, TOKENS, seed=TUNED_STEPS)
-    with recorded(model, inputs["input_ids"]) as recorder:
-        loss = contrastive_loss(model, inputs)
-    found = recorder.named()
-    del loss
-    report(f"{MINILM}, {dtype_name}: encoding")
-    title = (
-        f"all-MiniLM-L6-v2, {dtype_name}, tuned for {TUNED_STEPS} steps, {2 * LINES} x {TOKENS} "
-        "tokens: raw over encoded bytes"
-    )
-    return {title: table(named_dense(found, DTYPES[dtype_name]), MINILM_KINDS)}
-
-
-def named_dense(saved: Sequence[Saved], dtype: torch.dtype) -> list[Saved]:
-    """Return saved tensors of which those of a dtype that have few zeros are of kind "dense"."""
-    return [
-        replace(s, kind="dense") if s.values.dtype == dtype and s.zeros < DENSE_ZEROS else s
-        for s in saved
-    ]
-
-
-def contrastive_loss(model: Any, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return SimCSE's loss: lines are seen twice, under two masks of dropout, and find each other.
-
-    Parameters
-    ----------
-    model : transformers.BertModel
-        In training mode.
-    inputs : mapping
-        ``input_ids`` and ``attention_mask``, ``[lines, tokens]``.
-    """
-    twice = {name: torch.cat([values, values]) for name, values in inputs.items()}
-    hidden = model(**twice).last_hidden_state  # [2 lines, tokens, width]
-    first, second = functional.normalize(hidden.mean(1).float(), dim=-1).chunk(2)
-    scores = first @ second.T / TEMPERATURE
-    return functional.cross_entropy(scores, torch.arange(len(first)))
+    report(f"{model}, {dtype_name}: encoding")
+    return {f"{title}: raw over encoded bytes": table(saved, swap_llm.KINDS)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -20,7 +20,7 @@ from ..engine.advisor import (
     decide,
 )
 from ..errors import BitslabError
-from .disk_share import disk_link, sites_for_disk, with_place
+from .disk_share import disk_link, required_note, sites_for_disk, with_place
 from .pass_record import PassRecord
 from .policies import RAW, Choice, Codecs
 from .profile import PassProfile
@@ -67,6 +67,7 @@ class AutoPolicy:
         self._profiled: PassRecord | None = None
         self._decisions: dict[str, Decision] = {}
         self._tiers = Tiers()
+        self._disk_note = ""
         #: By site, where its tensors go, where there is a disk.
         self._places: dict[str, Tier] = {}
         #: What each site's codecs were chosen and fitted by.
@@ -108,8 +109,8 @@ class AutoPolicy:
         """Do nothing: the profile has recorded it."""
 
     def notes(self) -> list[str]:
-        """Return nothing: `rows` says what was decided."""
-        return []
+        """Return what a disk would have to carry; `rows` says what was decided."""
+        return [self._disk_note] if self._disk_note else []
 
     def packed_bytes(self, site: str) -> float:
         """Return 0: nothing is packed on the device."""
@@ -162,6 +163,10 @@ class AutoPolicy:
         if disk is None:
             return decide(records, model, link, previous=last, limits=limits)
         on_gpu = device.type == "cuda"
+        step_bytes = sum(r.nbytes for r in records)
+        step_s = sum(r.hidden_forward_s + r.hidden_backward_s for r in records)
+        if step_bytes and step_s:
+            self._disk_note = required_note(step_bytes, step_s, disk.write_bytes_per_s)
         slow = disk_link(link, disk, on_gpu=on_gpu)
         written = decide(records, model, slow, previous=last, limits=limits)
         # On a CPU the host is where tensors are, so that only the disk saves memory.

@@ -1,4 +1,4 @@
-"""Policy "auto" with a disk: which sites go on to it, by its measured rates."""
+"""What a disk carries by its measured rates, and with policy "auto" which sites go on to it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ..engine.advisor import Decision, SiteRecord, SwapLink
 from ..engine.advisor.planning import OffloadUnit, adaptive_offload
-from .disk import DiskTier
+from .disk import DiskTier, required_bytes_per_s
 
 
 def disk_link(link: SwapLink, disk: DiskTier, *, on_gpu: bool) -> SwapLink:
@@ -75,3 +75,21 @@ def with_place(decision: Decision, disk: DiskTier, *, on_disk: bool, whole: bool
     else:
         where = f"To the host: the disk, {rates}, carries no more in the time of the step."
     return replace(decision, reason=f"{decision.reason} {where}")
+
+
+def required_note(step_bytes: float, step_s: float, write_bytes_per_s: float) -> str:
+    """Return how fast a disk would have to write to take all tensors of a step.
+
+    Parameters
+    ----------
+    step_bytes, step_s : float
+        Bytes of its tensors, and its seconds (SSDTrain, section 5.3.6: half of them for writing).
+    write_bytes_per_s : float
+        What the disk writes.
+    """
+    required = required_bytes_per_s(step_bytes, step_s)
+    return (
+        f"To take all {step_bytes / 1e6:,.1f} MB of a step's tensors in half of its "
+        f"{step_s * 1e3:,.4g} ms a disk would have to write {required / 1e9:.3g} GB/s; measured "
+        f"were {write_bytes_per_s / 1e9:.3g}."
+    )

@@ -494,6 +494,9 @@ class SavedTensorHooks:
         replaying = self._replays_now()
         if not replaying:
             self._begin(record, record.begins_after(packed.name))
+        # Unpacking is no compute; a replay is.
+        unpacks = record.profile is not None and isinstance(copy, PackedCopy)
+        begin = now(copy.device) if unpacks else None
         self._local.replays = getattr(self._local, "replays", 0) + 1
         try:
             flat = copy.bytes_of(True if replaying else copy.is_read(packed))
@@ -506,7 +509,7 @@ class SavedTensorHooks:
         if record.watcher is not None:
             record.watcher.held(flat.untyped_storage())
             if not replaying and record.profile is not None:
-                record.profile.read(copy, now(copy.device))
+                record.profile.read(copy, now(copy.device) if begin is None else begin)
         self._verifier.read(packed, t)
         return t
 

@@ -34,6 +34,8 @@ class MeasuredPass:
             torch.cuda.reset_peak_memory_stats(device)
         #: What hooks of tensors that are moved took.
         self._hooks: list[tuple[Moment, Moment]] = []
+        #: When the forward pass was over, and how many hooks were.
+        self._turn: tuple[Moment, int] | None = None
         self._begin = now(device)
 
     def saved(self, copy: StoredCopy, site: Site, flat: torch.Tensor, begin: Moment) -> None:
@@ -54,7 +56,8 @@ class MeasuredPass:
         """Do nothing: the bytes are counted."""
 
     def end_forward(self) -> None:
-        """Do nothing: the pass goes on to the end of its backward pass."""
+        """Take note that the forward pass is over."""
+        self._turn = now(self._device), len(self._hooks)
 
     def read(self, copy: StoredCopy, begin: Moment) -> None:
         """Take note of the backward pass."""
@@ -90,6 +93,14 @@ class MeasuredPass:
         assert self._end is not None
         if self._device.type == "cuda":  # all of its streams
             torch.cuda.synchronize(self._device)
+        compute_s = self._compute_s(self._end, len(self._hooks))
+        forward_s = None if self._turn is None else self._compute_s(*self._turn)
         step_s = seconds_between(self._begin, self._end)
-        hooks_s = sum(seconds_between(begin, end) for begin, end in self._hooks)
-        return MeasuredStep(step_s, self._peak_bytes, compute_s=max(0.0, step_s - hooks_s))
+        return MeasuredStep(
+            step_s, self._peak_bytes, compute_s=compute_s, forward_compute_s=forward_s
+        )
+
+    def _compute_s(self, end: Moment, hooks: int) -> float:
+        """Return the seconds up to a moment but for those of as many hooks."""
+        hooks_s = sum(seconds_between(*each) for each in self._hooks[:hooks])
+        return max(0.0, seconds_between(self._begin, end) - hooks_s)

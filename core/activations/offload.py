@@ -524,7 +524,8 @@ class ActivationOffload:
             )
         disk = self._disk_stats()
         if disk is not None:
-            notes += disk_notes(disk, self._hooks.passes)
+            on_gpu = any(each.on_gpu for each in self._hooks.executors())
+            notes += disk_notes(disk, self._hooks.passes, on_gpu=on_gpu)
         devices = sorted({str(each.device) for each in self._hooks.executors()})
         return ActivationReport(
             self.policy,
@@ -534,6 +535,7 @@ class ActivationOffload:
             notes,
             self._policy.rows(),
             disk,
+            self._hooks.passes,
         )
 
     def _tier_of(self, site: str) -> str:

@@ -35,6 +35,7 @@ from ..engine.advisor.planning import (
     make_plan,
 )
 from .checkpointed import CheckpointedModules, ModuleWatch, checkpointable
+from .disk_share import required_note
 from .measured_pass import MeasuredPass
 from .memory_limit import limit_bytes
 from .pass_record import PassPlan, PassRecord
@@ -415,7 +416,11 @@ class PlannedPolicy:
         if len(self._steps) < COMPARED_STEPS:
             return False
         found = compare(
-            self.plan, self._steps, plain_step_s=self._plain_s, corrections=self._corrections
+            self.plan,
+            self._steps,
+            plain_step_s=self._plain_s,
+            corrections=self._corrections,
+            turn_s=self.profile.turn_s,
         )
         assert self._pass_plan is not None
         step_s = min(step.step_s for step in self._steps)
@@ -513,6 +518,12 @@ class PlannedPolicy:
                 f"move {made.link_bytes / 1e6:,.1f} MB out and back, of them "
                 f"{made.written_bytes / 1e6:,.1f} to the disk."
             )
+        profile = self.profile
+        if profile is not None and profile.disk is not None:
+            movable = sum(each.nbytes for each in profile.sites if each.movable)
+            if movable and profile.step_s:
+                rate = profile.disk.write_bytes_per_s
+                found.append(required_note(movable, profile.step_s, rate))
         if self.plan.modules:
             found.append(f"Checkpointed: {', '.join(self.plan.modules)}.")
         if self._recorded.not_checkpointed:

@@ -86,6 +86,8 @@ class ActivationReport:
         `bitslab.engine.advisor.DecisionHistory.rows` has it.
     disk : mapping or None
         With a disk, what it has done, as `bitslab.activations.disk.DiskTier.stats` has it.
+    passes : int
+        Forward passes so far.
     """
 
     policy: str
@@ -95,6 +97,7 @@ class ActivationReport:
     notes: Sequence[str] = field(default_factory=list)
     decisions: Sequence[Mapping[str, Any]] = field(default_factory=list)
     disk: Mapping[str, Any] | None = None
+    passes: int = 0
 
     @property
     def units(self) -> list[UnitReport]:
@@ -106,10 +109,28 @@ class ActivationReport:
         """Bytes before packing over bytes that crossed, of what came back."""
         return ratio_of(raw_total(self.units), packed_total(self.units))
 
+    def summary(self) -> str:
+        """Return in one line the memory that was saved, what was moved, and how long passes waited.
+
+        "" where nothing was moved.
+        """
+        stats = self.stats
+        if not (self.passes and stats.get("moved_tensors")):
+            return ""
+        moved, crossed = (
+            stats[f"{what}_out_bytes"] / self.passes / 1e6 for what in ("moved", "crossed")
+        )
+        return (
+            f"At most {stats['peak_saved_bytes'] / 1e6:,.1f} MB of saved tensors were away from "
+            f"the device at one time. A pass moves {moved:,.1f} MB, which cross as {crossed:,.1f}, "
+            f"and waits {stats['stall_us'] / 1e3 / self.passes:,.3g} ms on the host."
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return JSON-able values."""
         return {
             "policy": self.policy,
+            "passes": self.passes,
             "device": self.device,
             "stats": dict(self.stats),
             "notes": list(self.notes),
@@ -216,7 +237,8 @@ class ActivationReport:
         console = Console(width=140, color_system=None)
         with console.capture() as captured:
             console.print(self.table())
-        return captured.get() + "".join(f"{note}\n" for note in self.notes)
+        said = [self.summary(), *self.notes]
+        return captured.get() + "".join(f"{each}\n" for each in said if each)
 
 
 def _moved(site: SiteReport) -> str:
@@ -233,8 +255,11 @@ def lossy_notes(codecs: Codecs, rows: Sequence[SiteReport]) -> list[str]:
     return [f"Lossy ({what}): {', '.join(found) or 'none'}."]
 
 
-def disk_notes(disk: Mapping[str, Any], passes: int) -> list[str]:
-    """Return what is to be known of a disk, from `DiskTier.stats`, after so many passes."""
+def disk_notes(disk: Mapping[str, Any], passes: int, *, on_gpu: bool) -> list[str]:
+    """Return what is to be known of a disk, from `DiskTier.stats`, after so many passes.
+
+    `on_gpu` says whether what it was given came from a GPU.
+    """
     written, seconds = disk["written_bytes"], disk["write_seconds"]
     where = ", ".join(folder["path"] for folder in disk["folders"])
     said = f"Disk ({where}): {written / 1e9:.3g} GB written"
@@ -248,6 +273,8 @@ def disk_notes(disk: Mapping[str, Any], passes: int) -> list[str]:
     days = disk["lifespan_days"]
     said += "." if days is None else f". At this rate the drives last {days:,.0f} days."
     notes = [said]
+    if on_gpu:
+        notes.append("GPU Direct Storage is not used: bytes cross page-locked host memory.")
     if disk["local_ranks"] > 1:
         notes.append(
             f"{disk['local_ranks']} ranks of this machine share the disk: each is planned with its "

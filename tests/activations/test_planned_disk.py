@@ -172,5 +172,8 @@ def test_a_plan_writes_what_its_budget_allows(
     assert profile.write_bytes_per_s == pytest.approx(20e12 / 86400)
     assert plan is not None and plan.budget_bytes == int(profile.step_s * 20e12 / 86400)
     assert 0 < plan.prediction.written_bytes <= plan.budget_bytes
-    assert "that its write budget allows" in "".join(offload.report().notes)
+    notes = "".join(offload.report().notes)
+    assert "that its write budget allows" in notes
+    movable_mb = sum(site.nbytes for site in profile.sites if site.movable) / 1e6
+    assert f"To take all {movable_mb:,.1f} MB of a step's tensors" in notes
     offload.close()

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
-from rich.console import Console
+from dataclasses import replace
 
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import bitslab
 from bitslab.activations.report import ActivationReport, SiteReport
 from bitslab.engine.transfer.unit_report import UnitReport
 
@@ -53,3 +59,34 @@ def test_every_site_has_a_row_of_its_own_where_that_is_asked_for() -> None:
     *body, total = rows(every_site=True)
     assert [row[0] for row in body] == [each.unit.name for each in REPORT.sites]
     assert total == rows(every_site=False)[-1]
+
+
+def test_the_memory_that_was_saved_and_the_waits_are_printed() -> None:
+    stats = {
+        "moved_tensors": 40, "moved_out_bytes": 1_208_000_000, "crossed_out_bytes": 806_000_000,
+        "peak_saved_bytes": 600_500_000, "stall_us": 12_000,
+    }  # fmt: skip
+    report = replace(REPORT, stats=stats, passes=2, notes=["What is to be known."])
+    said = (
+        "At most 600.5 MB of saved tensors were away from the device at one time. A pass moves "
+        "604.0 MB, which cross as 403.0, and waits 6 ms on the host."
+    )
+    assert report.summary() == said
+    assert str(report).endswith(f"\n{said}\nWhat is to be known.\n")
+    assert report.to_dict()["passes"] == 2
+    for nothing in (REPORT, replace(report, passes=0)):
+        assert nothing.summary() == ""
+
+
+def test_what_was_moved_is_in_the_summary() -> None:
+    model = nn.Sequential(nn.Linear(64, 512), nn.Tanh(), nn.Linear(512, 8))
+    offload = bitslab.offload_activations(model, policy="raw", min_bytes=1024, in_flight_bytes=0)
+    for _ in range(3):
+        model(torch.randn(128, 64)).sum().backward()
+    report, stats = offload.report(), offload.stats()
+    offload.detach()
+    assert report.passes == 3
+    moved_mb = stats["moved_out_bytes"] / 3e6
+    assert moved_mb == pytest.approx(4 * 128 * (512 + 64) / 1e6)
+    assert f"A pass moves {moved_mb:,.1f} MB, which cross as {moved_mb:,.1f}" in report.summary()
+    assert stats["peak_saved_bytes"] > 0

@@ -50,3 +50,6 @@ def test_every_way_has_the_gradients_of_plain_training(
         assert by_way["bitslab disk"]["to the disk"] == moved > 0
         assert 0 < by_way["bitslab disk, packed"]["to the disk"] < moved
     assert all(not folder.exists() for folder in folders) and not list(tmp_path.iterdir())
+    assert benchmark.main([*given, "--cpu-ways", "bitslab host"]) == 0
+    for rows in json.loads(capsys.readouterr().out).values():
+        assert [row["way"] for row in rows] == ["plain", "bitslab host"]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from bitslab.engine.advisor import SwapLimits
 from bitslab.engine.codecs import ZvcCodec
@@ -55,18 +56,38 @@ def test_sizes_have_all_metadata(ratio: Any) -> None:
     assert sizes["best"] == min(sizes[name] for name in ("raw", *ratio.CODECS))
 
 
-def test_dense_tensors_of_a_dtype_are_summed_by_themselves(ratio: Any) -> None:
-    def saved(values: torch.Tensor) -> Any:
-        return ratio.Saved("layer", "linear", values.shape, values)
+def test_tensors_of_language_models_are_summed_by_kind(ratio: Any) -> None:
+    llm = importlib.import_module("swap_llm")
+
+    def saved(values: torch.Tensor, kind: str = "linear") -> Any:
+        return ratio.Saved("layer", kind, values.shape, values.flatten())
 
     dense, mask = torch.randn(4096).bfloat16(), (torch.rand(4096) > 0.1).bfloat16()
-    some = [saved(dense), saved(mask), saved(torch.randn(4096))]
-    named = ratio.named_dense(some, torch.bfloat16)
-    assert [each.kind for each in named] == ["dense", "linear", "linear"]
-    rows = {row["saved"]: row for row in ratio.table(named, ratio.MINILM_KINDS)}
+    scores = torch.randn(2, 32, 32).masked_fill(torch.ones(32, 32).triu(1).bool(), -torch.inf)
+    some = [
+        saved(dense),
+        saved(mask, "dropout mask"),
+        saved(torch.randn(4096)),
+        saved(dense.float()),
+        saved(torch.zeros(4096)),
+        saved(scores.softmax(-1).bfloat16()),
+        saved(scores.softmax(-1)),
+        saved(nn.functional.dropout(scores.softmax(-1), 0.1)),
+        saved(torch.rand(2, 32, 32).gt(0.1).float()),
+    ]
+    named = llm.by_kind(some, torch.bfloat16, 32)
+    assert [each.kind for each in named] == [
+        "dense", "dropout mask", "linear", "cast", "linear", "softmax, bfloat16",
+        "softmax, float32", "dropped softmax", "dropout mask",
+    ]  # fmt: skip
+    assert [each.kind for each in llm.by_kind(some[2:4], torch.float32, 32)] == ["dense", "dense"]
+    rows = {row["saved"]: row for row in ratio.table(named, llm.KINDS)}
     assert rows["dense"]["MB"] == pytest.approx(8192e-6)
     assert 20 < rows["dense"]["best saves %"] < 40  # of normal values
-    assert rows["everything"]["MB"] == pytest.approx(32768e-6)
+    assert rows["casts of bfloat16 to float32"]["best saves %"] > 55
+    assert rows["softmax, bfloat16"]["best saves %"] > 40  # half of it is zero
+    assert rows["dropout masks"]["best saves %"] > 80
+    assert rows["everything"]["MB"] == pytest.approx(sum(t.values.nbytes for t in some) / 1e6)
 
 
 def test_steps_are_measured_in_every_way(

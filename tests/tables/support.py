@@ -19,9 +19,13 @@ class Recorder:
         self.there = True
         self.refusal = ""
         self.captures = False
+        self.address: str | None = None
 
     def available(self):
         return self.there
+
+    def pci_address(self):
+        return self.address
 
     def capturing(self):
         return self.captures

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
+from .numa import nearest_node, prefer_node
 from .page_locking import MappedMemory, release_or_wait, release_waiting
 from .page_taking import HUGE_PAGE_BYTES, MIN_FILE_THREADS, take_pages, threads_for
 
@@ -118,7 +119,9 @@ class HostBuffer:
             Size in bytes; 0 is allowed.
         pin : bool or "lazily"
             True page-locks the memory now where this process can use a GPU, else at the first use
-            by one. "lazily" waits for that use in any case. False never page-locks it.
+            by one. "lazily" waits for that use in any case. False never page-locks it. What is
+            page-locked now is near the current GPU, where a machine has memory in several parts
+            (NUMA nodes) and says which one that is.
         private : bool
             Whether only this process will ever use it: huge pages, which are page-locked in half
             the time. It is no file, cannot be shared, and is not there in forked children.
@@ -149,12 +152,17 @@ class HostBuffer:
     def _taken(cls, nbytes: int, pin: Pin, private: bool) -> HostBuffer:
         """Return a new buffer whose pages were taken from the system, and are not locked yet."""
         token = secrets.token_hex(8)
+        # Where memory comes from is said before its pages are taken.
+        node = nearest_node() if pin is True and nbytes else None
         by_threads = nbytes >= LARGE_BYTES or threads_for(nbytes) >= MIN_FILE_THREADS
+        by_threads |= node is not None
         fd = None
         try:
             fd = None if private else make_file(token, nbytes, taken=not by_threads)
             buffer = cls(fd, nbytes, token, pin, owner=True, private=private)
             fd = None  # the buffer's own
+            if node is not None:
+                prefer_node(buffer.tensor.data_ptr(), nbytes, node)
             if private or by_threads:
                 buffer.take_pages()
         except OSError as error:

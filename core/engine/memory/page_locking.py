@@ -24,6 +24,9 @@ class Registrar(Protocol):
     def available(self) -> bool:
         """Return whether this process can use a GPU."""
 
+    def pci_address(self) -> str | None:
+        """Return where the current GPU is on the PCI bus, "0000:1b:00.0"; None if unknown."""
+
     def capturing(self) -> bool:
         """Return whether the current stream records a graph, when neither call below is allowed."""
 
@@ -45,6 +48,15 @@ class CudaRegistrar:
     def available(self) -> bool:
         """Return whether this process can use a GPU; a child forked after CUDA started cannot."""
         return not torch.cuda._is_in_bad_fork() and torch.cuda.is_available()
+
+    def pci_address(self) -> str | None:
+        """Return where the current GPU is on the PCI bus, "0000:1b:00.0"; None if unknown."""
+        found: Any = torch.cuda.get_device_properties(torch.cuda.current_device())
+        try:
+            where = found.pci_domain_id, found.pci_bus_id, found.pci_device_id
+        except AttributeError:  # an older torch
+            return None
+        return "{:04x}:{:02x}:{:02x}.0".format(*where)
 
     def capturing(self) -> bool:
         """Return whether the current stream records a graph."""

@@ -4,7 +4,12 @@ Each takes a `Training` and returns all that it computed: gradients, losses, out
 same each time, whatever moves its saved tensors.
 """
 
-from tests.activations.cases import hooks_and_faults, modules_and_passes, saved_tensors
+from tests.activations.cases import (
+    hooks_and_faults,
+    language_models,
+    modules_and_passes,
+    saved_tensors,
+)
 from tests.activations.cases.training import CASES, Offloaded, Training
 
 __all__ = [
@@ -12,6 +17,7 @@ __all__ = [
     "Offloaded",
     "Training",
     "hooks_and_faults",
+    "language_models",
     "modules_and_passes",
     "saved_tensors",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from torch import nn
 
 import bitslab
 from bitslab.activations.disk import DiskRates, DiskTier, tier
-from bitslab.activations.disk_share import disk_link, sites_for_disk, with_place
+from bitslab.activations.disk_share import disk_link, required_note, sites_for_disk, with_place
 from bitslab.activations.policies import USUAL_CODECS
 from bitslab.engine.advisor import Decision, SiteRecord, SwapLink
 from tests.activations.test_auto import train
@@ -50,6 +51,8 @@ def test_rates_of_the_disk_decide_what_is_packed(
     gb = f"{disk_bytes_per_s / 1e9:.3g}"
     assert made.reason.endswith(f"To the disk, {gb} and {gb} GB/s there and back.")
     assert made.unit.tier == "disk"  # on a CPU that alone saves memory
+    (said,) = (note for note in report.notes if note.startswith("To take all "))
+    assert re.search(rf" GB/s; measured were {re.escape(gb)}\.$", said)
     offload.close()
 
 
@@ -82,6 +85,14 @@ def test_the_disk_gets_what_it_carries_in_the_time_of_a_step() -> None:
     assert len(sites_for_disk(some, raw(some, "zvc"), SwapLink(0.5e9, 9e9))) > last + 1
     assert sites_for_disk(some, raw(some), SwapLink(1.0, 1.0)) == set()
     assert sites_for_disk([], [], plenty) == set()
+
+
+def test_the_rate_that_a_whole_step_asks_is_named() -> None:
+    """SSDTrain, section 5.3.6: its bytes in half of its time."""
+    assert required_note(604e6, 2.0, 3.25e9) == (
+        "To take all 604.0 MB of a step's tensors in half of its 2,000 ms a disk would have to "
+        "write 0.604 GB/s; measured were 3.25."
+    )
 
 
 def test_the_slower_one_of_link_and_disk_counts(tmp_path: Path) -> None:

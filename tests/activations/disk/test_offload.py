@@ -19,6 +19,7 @@ import bitslab
 from bitslab import ArgumentError, ArgumentTypeError
 from bitslab.activations.disk import DiskError, PosixFile
 from bitslab.activations.on_disk import DiskMoves
+from bitslab.activations.report import disk_notes
 from bitslab.engine.memory import host_arena
 from bitslab.errors import BitslabError
 
@@ -199,6 +200,9 @@ def test_the_report_says_what_the_disk_did(tmp_path: Path) -> None:
     said = "\n".join(report.notes)
     assert f"Disk ({tmp_path}): " in said and " GB a pass" in said
     assert "At this rate the drives last " in said
+    assert "GPU Direct" not in said
+    stats = report.to_dict()["disk"]
+    assert "GPU Direct Storage is not used: " in "".join(disk_notes(stats, 1, on_gpu=True))
     assert "raw, disk" in str(report)
     assert report.to_dict()["disk"]["written_bytes"] == offload.stats()["disk_written_bytes"] > 0
     offload.close()

@@ -40,19 +40,20 @@ def made() -> Any:
     return transformers.LlamaForCausalLM(config)
 
 
-def trained(model: Any, folder: Path, *callbacks: Any, **options: Any) -> Any:
+def trained(model: Any, folder: Path, *callbacks: Any, resume: bool = False, **options: Any) -> Any:
     draw = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, 100, (48,), generator=draw) for _ in range(64)]
     data = [{"input_ids": row, "labels": row} for row in rows]
     arguments = transformers.TrainingArguments(
         output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=2,
         gradient_accumulation_steps=2, eval_strategy="steps", eval_steps=3, report_to=[],
-        use_cpu=True, save_strategy="no", logging_steps=1, disable_tqdm=True, seed=7, **options,
+        use_cpu=True, logging_steps=1, disable_tqdm=True, seed=7,
+        **{"save_strategy": "no", **options},
     )  # fmt: skip
     trainer = transformers.Trainer(
         model, arguments, train_dataset=data, eval_dataset=data[:4], callbacks=list(callbacks)
     )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -85,6 +86,38 @@ def test_a_trainer_trains_alike(options: dict[str, Any], tmp_path: Path) -> None
     assert offloading.offload is None
     assert not any("forward" in module.__dict__ for module in planned.modules())
     assert planned.config.use_cache == plain.config.use_cache
+
+
+class Stop(transformers.TrainerCallback):  # type: ignore[misc, name-defined]
+    """Ends the training behind a step, as a machine that is taken away does."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> Any:
+        control.should_training_stop = state.global_step == self.step
+        return control
+
+
+@pytest.mark.drawn(1)
+@pytest.mark.parametrize("options", [{"memory": 600_000}, {"policy": "raw"}])
+def test_a_training_that_is_stopped_and_resumed_trains_alike(
+    options: dict[str, Any], tmp_path: Path
+) -> None:
+    """In other objects, as in another process: with a plan of its own."""
+    plain, first, second = made(), made(), made()
+    expected = losses(trained(plain, tmp_path / "plain"))
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
+    folder = tmp_path / "planned"
+    stopped = trained(first, folder, callback(**options), Stop(4), **saving)
+    assert losses(stopped) == expected[: len(losses(stopped))]
+    offloading = callback(**options)
+    resumed = trained(second, folder, offloading, resume=True, **saving)
+    assert resumed.state.global_step == STEPS
+    assert losses(resumed) == expected
+    for a, b in zip(plain.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert sum(site.tensors for site in offloading.report().sites) > 0
 
 
 @pytest.mark.drawn(1)

@@ -21,6 +21,8 @@ PEAK_TOLERANCE = 0.03
 MOST_CORRECTIONS = 2
 #: Factors by which one comparison corrects times, at most.
 MOST_FACTOR = 8.0
+#: Share of the forward pass below which what packing adds to it is not seen.
+LEAST_ENCODING = 0.01
 
 Outcome = Literal["holds", "corrected", "withdrawn"]
 
@@ -40,7 +42,10 @@ class MeasuredStep:
     codec_s, recompute_s : float, optional
         Seconds of the device that packing, and that recomputation took.
     compute_s : float, optional
-        Its seconds but for waits and packing.
+        Its seconds but for waits and unpacking. Packing runs beside what computes, and is in them
+        as far as that takes longer for it.
+    forward_compute_s : float, optional
+        Of these the ones of the forward pass.
     """
 
     step_s: float
@@ -50,6 +55,7 @@ class MeasuredStep:
     codec_s: float | None = None
     recompute_s: float | None = None
     compute_s: float | None = None
+    forward_compute_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -62,8 +68,8 @@ class Correction:
         The plan goes on; the profile is corrected and planned again; everything is kept from now.
     reason : str
         A plain sentence with the figures.
-    compute, codecs, link, disk : float
-        Factors of the profile's times.
+    compute, codecs, link, disk, encoding : float
+        Factors of the profile's times, as `StepProfile.scaled` takes them.
     more_bytes : int
         Bytes of the device that the profile did not know.
     """
@@ -75,11 +81,16 @@ class Correction:
     link: float = 1.0
     disk: float = 1.0
     more_bytes: int = 0
+    encoding: float = 1.0
 
     def corrected(self, profile: StepProfile) -> StepProfile:
         """Return the profile as the comparison has it."""
         scaled = profile.scaled(
-            compute=self.compute, codecs=self.codecs, link=self.link, disk=self.disk
+            compute=self.compute,
+            codecs=self.codecs,
+            link=self.link,
+            disk=self.disk,
+            encoding=self.encoding,
         )
         if not self.more_bytes:
             return scaled
@@ -93,6 +104,7 @@ def compare(
     *,
     plain_step_s: float | None = None,
     corrections: int = 0,
+    turn_s: float | None = None,
 ) -> Correction:
     """Compare a plan's prediction with steps that followed it.
 
@@ -106,6 +118,10 @@ def compare(
         Measured seconds of a step in which everything was kept; as predicted when left out.
     corrections : int
         How often the plan was corrected before.
+    turn_s : float, optional
+        When the backward pass begins, of the profile that the plan was made from. With it packing
+        is corrected apart from compute: the backward pass, in which nothing is packed, shows how
+        long that takes, and the forward pass what packing adds to it.
 
     Returns
     -------
@@ -141,7 +157,8 @@ def compare(
         return Correction("withdrawn", f"Withdrawn, everything is kept: {figures}.")
     if not may_keep and corrections >= MOST_CORRECTIONS:
         return Correction("holds", f"Left as it is, for it cannot be kept: {figures}.")
-    factors = _factors(predicted, fastest, slow, plain_s / max(plan.plain.step_s, 1e-12))
+    plain = plain_s / max(plan.plain.step_s, 1e-12)
+    factors = _factors(predicted, fastest, slow, plain, turn_s)
     more = max(0, round(peak - predicted.peak_bytes)) if high else 0
     said = f"Corrected: {figures}"
     if may_keep and fastest.step_s > allowed_s:
@@ -150,13 +167,23 @@ def compare(
 
 
 def _factors(
-    predicted: StepPrediction, measured: MeasuredStep, slow: bool, compute: float
+    predicted: StepPrediction,
+    measured: MeasuredStep,
+    slow: bool,
+    compute: float,
+    turn_s: float | None,
 ) -> dict[str, float]:
     """Return by what the profile's times are multiplied."""
+    encoding = 1.0
     if measured.compute_s is not None:
         compute_s = predicted.step_s - predicted.stall_s - predicted.codec_s
-        compute = _factor(measured.compute_s, compute_s)
+        forward_s, encode_s = measured.forward_compute_s, predicted.encode_s
+        compute = _factor(measured.compute_s, compute_s + encode_s)
+        if turn_s is not None and forward_s is not None and encode_s > LEAST_ENCODING * turn_s:
+            compute = _factor(measured.compute_s - forward_s, compute_s - turn_s)
+            encoding = max(0.0, forward_s - turn_s * compute) / encode_s
     factors = {
+        "encoding": encoding,
         "compute": compute,
         "codecs": _factor(measured.codec_s, predicted.codec_s),
         "link": _factor(measured.up_s, predicted.up_s),

@@ -19,6 +19,8 @@ class StepPrediction:
         Seconds in which the device waits, for memory or for a tensor.
     codec_s, recompute_s : float
         Seconds of the device that packing, and that replays and checkpoints take.
+    encode_s : float
+        Of `codec_s`, those of packing; the rest is unpacking.
     link_bytes, written_bytes : float
         Bytes that leave the device, and those of them that the SSD takes.
     up_s, write_s : float
@@ -38,6 +40,7 @@ class StepPrediction:
     up_s: float = 0.0
     write_s: float = 0.0
     host_bytes: float = 0.0
+    encode_s: float = 0.0
 
     @property
     def stall_s(self) -> float:

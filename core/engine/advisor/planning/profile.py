@@ -297,7 +297,13 @@ class StepProfile:
         return replace(self, other_bytes=tuple(other_bytes))
 
     def scaled(
-        self, *, compute: float = 1.0, codecs: float = 1.0, link: float = 1.0, disk: float = 1.0
+        self,
+        *,
+        compute: float = 1.0,
+        codecs: float = 1.0,
+        link: float = 1.0,
+        disk: float = 1.0,
+        encoding: float = 1.0,
     ) -> StepProfile:
         """Return the profile with times that many times as long.
 
@@ -306,15 +312,20 @@ class StepProfile:
         compute, codecs, link, disk : float
             Factors of the model's times, of encoding and decoding, of crossing the link, and of
             writing and reading an SSD.
+        encoding : float
+            A further factor of encoding alone.
         """
         for name, factor in (
-            ("compute", compute), ("codecs", codecs), ("link", link), ("disk", disk)
+            ("compute", compute), ("codecs", codecs), ("link", link), ("disk", disk),
+            ("encoding", encoding),
         ):  # fmt: skip
             if not (math.isfinite(factor) and factor > 0):
                 raise ArgumentError(f"{name}: {factor}, accepted are finite numbers above 0")
         return replace(
             self,
-            sites=tuple(_scaled_site(each, compute, codecs) for each in self.sites),
+            sites=tuple(
+                _scaled_site(each, compute, codecs * encoding, codecs) for each in self.sites
+            ),
             modules=tuple(_scaled_module(each, compute) for each in self.modules),
             turn_s=self.turn_s * compute,
             end_s=self.end_s * compute,
@@ -373,9 +384,11 @@ def _read_site(found: Mapping[str, Any]) -> SiteProfile:
     return SiteProfile(**given)
 
 
-def _scaled_site(site: SiteProfile, compute: float, codecs: float) -> SiteProfile:
+def _scaled_site(
+    site: SiteProfile, compute: float, encoding: float, decoding: float
+) -> SiteProfile:
     packings = {
-        name: replace(each, encode_s=each.encode_s * codecs, decode_s=each.decode_s * codecs)
+        name: replace(each, encode_s=each.encode_s * encoding, decode_s=each.decode_s * decoding)
         for name, each in site.packings.items()
     }
     return replace(

@@ -372,7 +372,7 @@ class _Run:
         self._reads_ahead: dict[int, list[int]] = {}
         self._was_read: dict[int, float] = {}
         self._stalls = [0.0, 0.0]
-        self._codec_s = self._recompute_s = self._peak = 0.0
+        self._codec_s = self._encode_s = self._recompute_s = self._peak = 0.0
 
     def forward(self) -> None:
         """Follow the forward pass."""
@@ -411,6 +411,7 @@ class _Run:
         costs = self._costs[i]
         self._now += costs.forward_s
         self._codec_s += costs.forward_s
+        self._encode_s += costs.forward_s
         if self._action[i] == "device":
             return
         alone = Opposite()
@@ -585,6 +586,7 @@ class _Run:
                 forward_stall_s=self._stalls[0],
                 backward_stall_s=self._stalls[1],
                 codec_s=self._codec_s,
+                encode_s=self._encode_s,
                 recompute_s=self._recompute_s,
                 link_bytes=link_bytes,
                 written_bytes=written_bytes,

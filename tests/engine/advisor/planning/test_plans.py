@@ -19,6 +19,7 @@ from bitslab.engine.advisor.planning import (
     OffloadUnit,
     Plan,
     SiteProfile,
+    StepPrediction,
     StepProfile,
     Timeline,
     adaptive_offload,
@@ -213,6 +214,69 @@ def test_what_took_longer_is_corrected(plan: Plan) -> None:
     assert now.step_s > p.step_s * 1.02
     better = make_plan(corrected, memory_bytes=LIMIT)
     assert better.prediction.step_s <= now.step_s
+
+
+#: A step whose plan under a limit packs.
+PACKED, PACKED_LIMIT = drawn_profile(8, 20), 104_109_053
+
+
+def test_what_packing_adds_to_compute_is_corrected_apart_from_it() -> None:
+    """The device computes 1.1 times as long as profiled; packing beside that takes four times."""
+    plan = make_plan(PACKED, memory_bytes=PACKED_LIMIT)
+    true = PACKED.scaled(compute=1.1, encoding=4.0)
+    timeline = Timeline(true)
+
+    def step_of(made: Plan) -> StepPrediction:
+        return timeline.predict(timeline.choices(made.choices()), limit_bytes=PACKED_LIMIT)
+
+    p = step_of(plan)
+    step = MeasuredStep(
+        p.step_s,
+        p.peak_bytes,
+        compute_s=p.step_s - p.stall_s - (p.codec_s - p.encode_s),
+        forward_compute_s=true.turn_s + p.encode_s,
+    )
+    found = compare(plan, [step, step], turn_s=PACKED.turn_s)
+    assert found.outcome == "corrected"
+    assert [found.compute, found.encoding, found.codecs] == pytest.approx([1.1, 4, 1])
+    # Of the whole alone what packing adds is taken for compute, and goes on to be planned.
+    whole = compare(plan, [replace(step, forward_compute_s=None)] * 2, turn_s=PACKED.turn_s)
+    assert whole.compute > 1.14 and whole.encoding == 1.0
+    best_s, right_s, wrong_s = (
+        step_of(make_plan(profile, memory_bytes=PACKED_LIMIT)).step_s
+        for profile in (true, found.corrected(PACKED), whole.corrected(PACKED))
+    )
+    assert right_s == pytest.approx(best_s, rel=1e-3)
+    assert p.step_s > wrong_s > best_s * 1.02
+
+
+@pytest.mark.parametrize("encoding", [0.0, 20.0], ids=["nothing", "much"])
+def test_one_comparison_changes_packing_by_a_bounded_factor(encoding: float) -> None:
+    plan = make_plan(PACKED, memory_bytes=PACKED_LIMIT)
+    p = plan.prediction
+    compute_s = p.step_s - p.stall_s - p.codec_s
+    step = MeasuredStep(
+        p.step_s * 1.2,
+        p.peak_bytes,
+        compute_s=compute_s + encoding * p.encode_s,
+        forward_compute_s=PACKED.turn_s + encoding * p.encode_s,
+    )
+    found = compare(plan, [step, step], turn_s=PACKED.turn_s)
+    assert found.compute == pytest.approx(1.0)
+    assert found.encoding == (1 / 8 if encoding == 0 else 8)
+
+
+def test_packing_that_is_too_short_to_be_seen_is_not_corrected() -> None:
+    """What else differs between both passes is not taken for packing."""
+    plan = make_plan(PACKED, memory_bytes=PACKED_LIMIT)
+    p = plan.prediction
+    tiny = replace(plan, prediction=replace(p, encode_s=0.009 * PACKED.turn_s))
+    compute_s = p.step_s - p.stall_s - p.codec_s
+    step = MeasuredStep(
+        p.step_s * 1.2, p.peak_bytes, compute_s=1.1 * compute_s, forward_compute_s=2 * PACKED.turn_s
+    )
+    found = compare(tiny, [step, step], turn_s=PACKED.turn_s)
+    assert [found.compute, found.encoding] == pytest.approx([1.1, 1.0], rel=0.01)
 
 
 def test_where_nothing_says_why_all_that_was_planned_is_slower(plan: Plan) -> None:

@@ -343,5 +343,10 @@ def test_times_are_scaled_by_kind() -> None:
     assert after.codec_s == pytest.approx(3 * before.codec_s)
     assert after.up_s == pytest.approx(4 * before.up_s)
     assert after.write_s == pytest.approx(5 * before.write_s)
+    packed = followed(plain.scaled(encoding=6), chosen)[0]
+    assert packed.encode_s == pytest.approx(6 * before.encode_s)
+    unpacking = before.codec_s - before.encode_s
+    assert packed.codec_s - packed.encode_s == pytest.approx(unpacking)
+    assert before.encode_s > 0 < unpacking
     with pytest.raises(ArgumentError, match="link: 0"):
         plain.scaled(link=0)

@@ -1,0 +1,75 @@
+"""Host memory near a GPU, on machines whose memory is in several parts (NUMA nodes).
+
+A GPU is nearer to one part: what it reads from another one crosses the link between processors,
+too. Where the system says which part that is, the pages of page-locked memory are asked for there.
+It is a preference: where that part is full, or the system refuses, they come from another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import platform
+from pathlib import Path
+
+from . import page_locking
+
+#: What says which parts of memory there are, and at which of them a device is.
+NODES = Path("/sys/devices/system/node")
+DEVICES = Path("/sys/bus/pci/devices")
+#: Numbers of Linux's call `mbind`, for which the C library has no function.
+_MBIND = {"x86_64": 237, "aarch64": 235}
+_MPOL_PREFERRED = 1
+_WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
+
+
+def nearest_node() -> int | None:
+    """Return the number of the part of memory that this process's current GPU is nearest to.
+
+    None where there is no GPU, the machine has one part only, or the system does not say, as in
+    many virtual machines.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        nodes = _numbers((NODES / "has_memory").read_text())
+        if len(nodes) < 2 or not page_locking.registrar.available():
+            return None
+        address = page_locking.registrar.pci_address()
+        if address is not None:
+            node = int((DEVICES / address / "numa_node").read_text())
+            return node if node in nodes else None
+    return None
+
+
+def prefer_node(address: int, nbytes: int, node: int) -> bool:
+    """Ask for a node's memory where mapped memory has no pages yet; return whether that holds.
+
+    Parameters
+    ----------
+    address, nbytes : int
+        The memory; `address` is that of a page. Of a memory file every process that maps it.
+    node : int
+        As `nearest_node` returns it.
+    """
+    number = _MBIND.get(platform.machine())
+    if number is None:
+        return False
+    words = node // _WORD_BITS + 1
+    mask = (ctypes.c_ulong * words)()
+    mask[node // _WORD_BITS] = 1 << node % _WORD_BITS
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    # Of the number of bits the system uses one less.
+    bits = ctypes.c_ulong(words * _WORD_BITS + 1)
+    length, flags = ctypes.c_size_t(nbytes), ctypes.c_uint(0)
+    mode = ctypes.c_int(_MPOL_PREFERRED)
+    done = call(ctypes.c_long(number), ctypes.c_void_p(address), length, mode, mask, bits, flags)
+    return bool(done == 0)
+
+
+def _numbers(text: str) -> set[int]:
+    """Return the numbers of a list as Linux writes it, "0-1,4"."""
+    found: set[int] = set()
+    for part in text.strip().split(","):
+        if part:
+            first, _, last = part.partition("-")
+            found.update(range(int(first), int(last or first) + 1))
+    return found
