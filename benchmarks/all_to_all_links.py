@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ from bitslab.distributed.device import DeviceExchange
 from bitslab.distributed.exchange import Rows
 from bitslab.distributed.faults import Faults
 from bitslab.distributed.helpers import helper_of
+from bitslab.distributed.pairs import Pairs
 from bitslab.distributed.stats import Counters
 from bitslab.distributed.wire import DESCRIPTOR_BYTES
 from bitslab.engine.codecs import BoundedVectorCodec
@@ -185,11 +186,18 @@ def _model(measured: list[Line]) -> list[Line]:
 
 @contextmanager
 def slowed_link(gb_per_s: float | None) -> Iterator[None]:
-    """Let torch's all-to-all take as long as a link of that rate would, each way at once."""
+    """Let what crosses take as long as a link of that rate would, each way at once.
+
+    torch's all-to-all, and what pairs of ranks send each other without it.
+    """
     if gb_per_s is None:
         yield
         return
-    of_torch = dist.all_to_all_single
+    of_torch, of_pairs = dist.all_to_all_single, Pairs.cross
+
+    def wait_for(n_bytes: int, started: float) -> None:
+        left = n_bytes / (gb_per_s * 1e9) - (time.perf_counter() - started)
+        time.sleep(max(0.0, left))
 
     def slowed(
         output: torch.Tensor,
@@ -201,16 +209,22 @@ def slowed_link(gb_per_s: float | None) -> Iterator[None]:
     ) -> Any:
         started = time.perf_counter()
         done = of_torch(output, given, output_sizes, input_sizes, *args, **options)
-        crossed = max(_to_others(output, output_sizes), _to_others(given, input_sizes))
-        left = crossed / (gb_per_s * 1e9) - (time.perf_counter() - started)
-        time.sleep(max(0.0, left))
+        wait_for(max(_to_others(output, output_sizes), _to_others(given, input_sizes)), started)
         return done
 
+    def slowed_pairs(pairs: Pairs, sent: Mapping[int, torch.Tensor]) -> None:
+        # Of what comes the other rank waits, and the slower of both is measured.
+        started = time.perf_counter()
+        of_pairs(pairs, sent)
+        wait_for(sum(len(data) for data in sent.values()), started)
+
     setattr(dist, "all_to_all_single", slowed)  # noqa: B010 - mypy
+    setattr(Pairs, "cross", slowed_pairs)  # noqa: B010 - mypy
     try:
         yield
     finally:
         setattr(dist, "all_to_all_single", of_torch)  # noqa: B010 - mypy
+        setattr(Pairs, "cross", of_pairs)  # noqa: B010 - mypy
 
 
 def _to_others(t: torch.Tensor, sizes: list[int] | None) -> int:

@@ -155,6 +155,10 @@ def _distinct(reader: Reader, header: BodyHeader, dtype: torch.dtype, elements: 
 
 def values_of(least: int, count: int, step: float, dtype: torch.dtype) -> Array:
     """Return the bits of the values of `count` codes from the least one on."""
+    if dtype == torch.float32:
+        with np.errstate(over="ignore"):  # of a damaged step
+            exact = np.arange(least, least + count, dtype=np.float32) * np.float32(step)
+        return exact.view(np.uint32)
     codes = torch.arange(least, least + count, dtype=torch.float32)
     values = (codes * torch.tensor(step, dtype=torch.float32)).to(dtype)
     return np.asarray(flat_bytes(values).numpy().view(_UNSIGNED[dtype.itemsize]))
