@@ -40,6 +40,8 @@ SLOW_GB_PER_S = 0.1
 #: Tables of a step, as in the paper's model, rows of each, and copies that make 16 MB of one.
 TABLES, ROWS, COPIES = 26, 2048, 32
 REPEATS = 7
+#: Of all ranks' work on a link; a link that hangs does not take the others' time.
+MOST_SECONDS = 150
 #: At least so much faster than raw over the slowed link.
 TARGET = 3.0
 #: Where 'auto' is off it takes at most this share, or as many ms, longer than torch's own.
@@ -68,16 +70,26 @@ Line = dict[str, Any]
 
 def links() -> dict[str, list[Line]]:
     """Start the ranks for each link; return tables of what rank 0 measured, and of the model."""
-    chosen: dict[str, dict[str, str]] = {"gloo": {}}
+    chosen: dict[str, dict[str, str]] = {}
     if torch.cuda.device_count() >= RANKS:
         # Multicast over NVLink is left off.
-        chosen |= {n: {"NCCL_NVLS_ENABLE": "0", **each} for n, each in NCCL_LINKS.items()}
+        chosen = {n: {"NCCL_NVLS_ENABLE": "0", **each} for n, each in NCCL_LINKS.items()}
+    chosen["gloo"] = {}
     measured: list[Line] = []
     steps: list[Line] = []
     for name, variables in chosen.items():
-        print(f"{name}: exchanges and steps", file=sys.stderr)
-        measured += _run({"BITSLAB_LINK_NAME": name, **variables})
-        steps += _example_on(name, variables)
+        for what, into, run in (("exchanges", measured, _run), ("steps", steps, _example_on)):
+            print(f"{name}: {what}", file=sys.stderr)
+            try:
+                found = run(name, variables)
+            except (subprocess.SubprocessError, OSError) as error:
+                # The other links' figures are not lost with it.
+                print(f"{name}: {what}: left out: {error}", file=sys.stderr)
+                continue
+            print(json.dumps(found), file=sys.stderr, flush=True)
+            into += found
+    if not measured:
+        raise SystemExit("--only links: no link was measured")
     for line in measured:
         line["speed-up"] = line["raw ms"] / line["compressed ms"]
         line["target"] = "; ".join(_targets(line))
@@ -146,13 +158,20 @@ def _torchrun(arguments: list[str], variables: dict[str, str]) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | variables
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc-per-node={RANKS}", *arguments]
-    subprocess.run(command, check=True, env=environment, stdout=sys.stderr)
+    with subprocess.Popen(command, env=environment, stdout=sys.stderr) as process:
+        try:
+            status = process.wait(MOST_SECONDS)
+        except BaseException:
+            process.terminate()  # it ends its ranks, which would keep the GPUs
+            raise
+    if status:
+        raise subprocess.CalledProcessError(status, command)
 
 
-def _run(variables: dict[str, str]) -> list[Line]:
+def _run(link: str, variables: dict[str, str]) -> list[Line]:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "lines.json")
-        _torchrun([__file__, "--out", str(out)], variables)
+        _torchrun([__file__, "--out", str(out)], {"BITSLAB_LINK_NAME": link, **variables})
         found: list[Line] = json.loads(out.read_text())
     return found
 
