@@ -252,6 +252,31 @@ def short_and_long(rank: int, ranks: int) -> dict[str, bool]:
     return seen
 
 
+def few_rows(rank: int, ranks: int) -> dict[str, bool]:
+    """One row in all, none, rows for one rank alone, and rows that are all equal."""
+    one = [[int(of == 0 and to == ranks - 1) for to in range(ranks)] for of in range(ranks)]
+    to_first = [[5 * int(to == 0) for to in range(ranks)] for _ in range(ranks)]
+    cases: dict[str, list[list[int]]] = {
+        "one row": one,
+        "none": [[0] * ranks for _ in range(ranks)],
+        "to the first": to_first,
+        "equal": [[9] * ranks for _ in range(ranks)],
+    }
+    seen = {}
+    for name, sizes in cases.items():
+        received, sent = [row[rank] for row in sizes], sizes[rank]
+        for bound in (None, 0.01, ErrorBound(0.5, "absolute")):
+            t = torch.full((sum(sent), 6), 1.5 + rank)
+            found = torch.empty(sum(received), 6)
+            all_to_all_single(found, t, received, sent, codec="compressed", error_bound=bound)
+            expected = torch.empty_like(found)
+            dist.all_to_all_single(expected, t, received, sent)
+            error = (found - expected).abs().max() if len(found) else 0.0
+            limit = 0.5 if isinstance(bound, ErrorBound) else 0.0  # of no range: every bit
+            seen[f"{name} {bound}"] = bool(error <= limit)
+    return seen
+
+
 def longer_buffers(rank: int, ranks: int) -> dict[str, bool]:
     """gloo takes what is sent, and leaves the rest of a longer buffer as it was."""
     others = [other for other in range(ranks) if other != rank]
@@ -461,6 +486,7 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
         asynchronous,
         subgroup,
         short_and_long,
+        few_rows,
         longer_buffers,
         gradients,
         disagreement,

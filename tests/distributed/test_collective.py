@@ -21,7 +21,7 @@ from tests.distributed.ranks import run_checks, run_ranks
 two_and_three = pytest.mark.parametrize("ranks", [2, 3])
 CHECKS = (
     *("lossless", "bounded", "subgroup", "asynchronous", "gradients", "disagreement"),
-    *("short_and_long", "longer_buffers"),
+    *("short_and_long", "few_rows", "longer_buffers"),
     "as_on_a_gpu_too",
 )
 
@@ -59,7 +59,7 @@ def test_rows_that_are_coded_where_they_are(
 
 @two_and_three
 @pytest.mark.parametrize(
-    "check", ["lossless", "bounded", "subgroup", "short_and_long", "longer_buffers"]
+    "check", ["lossless", "bounded", "subgroup", "short_and_long", "few_rows", "longer_buffers"]
 )
 def test_what_comes_is_what_torch_delivers(
     check: str, ranks: int, seen_by: dict[int, Seen]
