@@ -194,7 +194,7 @@ def asynchronous(rank: int, ranks: int) -> dict[str, Any]:
         expected = torch.empty_like(out)
         dist.all_to_all_single(expected, t, received, sent)
         equal.append(torch.equal(out, expected))
-    done = all(w.is_completed() for w in work)
+    done = all(w.is_completed() and isinstance(w, dist.Work) for w in work)
     return {"waited": waited, "equal": all(equal), "done": done, "total": float(total[0])}
 
 
