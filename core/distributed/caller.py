@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict
 from typing import Any, ClassVar
 
 import torch
@@ -34,6 +33,9 @@ from .wire import SHORT_BYTES
 
 #: What `codec` accepts.
 CODECS = ("auto", "compressed", "raw")
+
+#: What decisions need of the counters.
+RECORDED = ("raw_bytes", "moved_bytes", "encode_s", "decode_s")
 
 #: Kinds of rows of which the function remembers how they are written.
 MOST_CHOICES = 64
@@ -153,7 +155,7 @@ class Caller:
         for table, choice in zip(tables, choices, strict=True):
             table.candidate = choice.candidate
         counters = self.counters[way]
-        before = asdict(counters)
+        before = {name: getattr(counters, name) for name in RECORDED}
         exchange = Exchange(
             group,
             tables,
@@ -169,7 +171,7 @@ class Caller:
             self.decision.decide(of_ranks)
         record = self.decision.records[way]
         record.calls += 1
-        for name in ("raw_bytes", "moved_bytes", "encode_s", "decode_s"):
+        for name in RECORDED:
             took = getattr(counters, name) - before[name]
             setattr(record, name, getattr(record, name) + took)
 
