@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,7 +30,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import PoolingType
 
 from bitslab import CorruptedDataError
-from bitslab.distributed import AdaptiveBound, ErrorBound, stepwise
+from bitslab.distributed import AdaptiveBound, ErrorBound, all_to_all_single, stepwise
 from bitslab.integrations.torchrec import (
     CommunicationReport,
     compress_communication,
@@ -88,6 +89,28 @@ def bit_equal_without_sums(plan: str) -> None:
     assert all(torch.equal(gather(states[0][key]), gather(states[1][key])) for key in states[0])
     assert report.compressed and restore_communication(compressed) == ["tables"]
     assert not any(lookup._forward_hooks for lookup in compressed.module["tables"]._lookups)
+
+
+def all_messages_by_the_function(plan: str, **options: Any) -> None:
+    """TorchRec's own features, rows and gradients by `all_to_all_single` in torch's place."""
+    plain, plugged = (sharded(PLANS[plan], **options) for _ in range(2))
+    calls = []
+
+    def compressed(*arguments: Any, **given: Any) -> Any:
+        calls.append(given)
+        return all_to_all_single(*arguments, **given, codec="compressed")
+
+    for seed in range(STEPS):
+        features = features_of(seed, uneven=2)
+        exact = looked_up(plain, features)
+        exact.sum().backward()
+        with mock.patch.object(dist, "all_to_all_single", compressed):
+            found = looked_up(plugged, features)
+            found.sum().backward()
+        assert torch.equal(found, exact)
+    states = [m.state_dict() for m in (plain, plugged)]
+    assert all(torch.equal(gather(states[0][key]), gather(states[1][key])) for key in states[0])
+    assert len(calls) >= 4 * STEPS and any(given.get("async_op") for given in calls)
 
 
 def repeated_rows_cross_once() -> None:
@@ -515,6 +538,8 @@ for _plan in ("table_wise", "row_wise", "columns", "one_rank"):
 check("bounded-sequences", bounded, "table_wise", ErrorBound(0.25, "absolute"), 0.25, **SEQUENCES)
 for _name in torchrec_suite.SUITE if FULL else torchrec_suite.FEW:
     check(f"suite-{_name}", torchrec_suite.check, _name)
+for _plan, _options in (("table_wise", {}), ("columns", SEQUENCES)):
+    check(f"by_function-{_plan}", all_messages_by_the_function, _plan, **_options)
 for _function in (
     repeated_rows_cross_once,
     rows_of_others_cost_nothing_row_wise,
