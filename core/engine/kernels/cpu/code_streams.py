@@ -154,21 +154,21 @@ def write_stream(codes, least, table, sizes, out):
 
 
 @njit(nogil=True, cache=True)
-def read_pieces(stream, starts, lookup, symbols, begin, end):
-    """Write the symbols of the pieces begin..end; return whether their codes end where they do.
+def read_pieces(stream, starts, lookup, values, out, begin, end):
+    """Write what the symbols of the pieces begin..end stand for; return whether all are sound.
 
     ``lookup`` has for each CODE_LIMIT_BITS bits, uint16, the symbol and the length of its code, 0
-    where there is none.
+    where there is none; ``values`` has one of each symbol.
     """
     sound = True
     piece = begin
     # Where a code begins follows from the one before: two pieces at once hide that wait.
-    while piece + 2 <= end and (piece + 2) * PIECE_CODES <= len(symbols):
-        if not read_two(stream, starts, lookup, symbols, piece):
+    while piece + 2 <= end and (piece + 2) * PIECE_CODES <= len(out):
+        if not read_two(stream, starts, lookup, values, out, piece):
             sound = False
         piece += 2
     for last in range(piece, end):
-        if not read_piece(stream, starts, lookup, symbols, last):
+        if not read_piece(stream, starts, lookup, values, out, last):
             sound = False
     return sound
 
@@ -182,11 +182,11 @@ def ends_in_last_word(first, at, last, bits):
 
 
 @njit(nogil=True, cache=True)
-def read_piece(stream, starts, lookup, symbols, piece):
-    """Write the symbols of a piece; return whether it is sound."""
+def read_piece(stream, starts, lookup, values, out, piece):
+    """Write what symbols of a piece stand for; return whether it is sound."""
     at, last = starts[piece], starts[piece + 1]
     held, bits = np.uint64(0), np.uint64(0)
-    for i in range(piece * PIECE_CODES, min(len(symbols), (piece + 1) * PIECE_CODES)):
+    for i in range(piece * PIECE_CODES, min(len(out), (piece + 1) * PIECE_CODES)):
         if bits < WORD:
             if at < last:
                 held |= np.uint64(stream[at]) << bits
@@ -196,19 +196,19 @@ def read_piece(stream, starts, lookup, symbols, piece):
         length = entry & ENTRY_MASK
         if length == np.uint64(0):
             return False
-        symbols[i] = entry >> ENTRY_BITS
+        out[i] = values[entry >> ENTRY_BITS]
         held >>= length
         bits -= length
     return ends_in_last_word(starts[piece], at, last, bits)
 
 
 @njit(nogil=True, cache=True)
-def read_two(stream, starts, lookup, symbols, piece):
-    """Write the symbols of two whole pieces; return whether both are sound."""
+def read_two(stream, starts, lookup, values, out, piece):
+    """Write what symbols of two whole pieces stand for; return whether both are sound."""
     a_at, a_last = starts[piece], starts[piece + 1]
     b_at, b_last = starts[piece + 1], starts[piece + 2]
-    of_a = symbols[piece * PIECE_CODES : (piece + 1) * PIECE_CODES]
-    of_b = symbols[(piece + 1) * PIECE_CODES : (piece + 2) * PIECE_CODES]
+    of_a = out[piece * PIECE_CODES : (piece + 1) * PIECE_CODES]
+    of_b = out[(piece + 1) * PIECE_CODES : (piece + 2) * PIECE_CODES]
     none = np.uint64(0)
     a, b, a_bits, b_bits = none, none, none, none
     for i in range(0, PIECE_CODES, 2):
@@ -225,7 +225,7 @@ def read_two(stream, starts, lookup, symbols, piece):
         for j in range(i, i + 2):  # 32 bits are two codes and more
             a_entry = np.uint64(lookup[a & WINDOW_MASK])
             b_entry = np.uint64(lookup[b & WINDOW_MASK])
-            of_a[j], of_b[j] = a_entry >> ENTRY_BITS, b_entry >> ENTRY_BITS
+            of_a[j], of_b[j] = values[a_entry >> ENTRY_BITS], values[b_entry >> ENTRY_BITS]
             a_length, b_length = a_entry & ENTRY_MASK, b_entry & ENTRY_MASK
             if a_length == none or b_length == none:
                 return False
