@@ -8,10 +8,12 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,8 +26,9 @@ from bitslab.distributed import (
     all_to_all_single,
     linear,
 )
+from bitslab.distributed import exchange as stages
 from bitslab.distributed.pairs import Pairs
-from bitslab.distributed.wire import SHORT_BYTES
+from bitslab.distributed.wire import SHORT_BYTES, VERSION, Terms
 from tests.helpers import random_bits, same_bits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -326,7 +329,7 @@ def gradients(rank: int, ranks: int) -> dict[str, Any]:
 def disagreement(rank: int, ranks: int) -> dict[str, str]:
     """Ranks 0 and 1 disagree: both raise, nobody hangs, no output is written."""
     seen = {}
-    for what in ("rows", "row", "dtype"):
+    for what in ("rows", "row", "dtype", "version"):
         n = 6 if what == "rows" and rank == 0 else 4
         row = 3 if what == "row" and rank == 0 else 2
         dtype = torch.float64 if what == "dtype" and rank == 0 else torch.float32
@@ -337,7 +340,11 @@ def disagreement(rank: int, ranks: int) -> dict[str, str]:
         t = torch.ones(sum(sent), row, dtype=dtype)
         out = torch.full((4 * ranks, row), 7.0, dtype=dtype)
         call = partial(all_to_all_single, out, t, [4] * ranks, sent, codec="compressed")
-        seen[what] = error_of(call)
+        older: Any = nullcontext()
+        if what == "version" and rank == 0:
+            older = mock.patch.object(stages, "Terms", partial(Terms, version=VERSION - 1))
+        with older:
+            seen[what] = error_of(call)
         seen[f"{what} kept"] = str(bool((out == 7).all()))
         received = torch.empty(ranks, 2)
         after = partial(all_to_all_single, received, torch.ones(ranks, 2), codec="compressed")
@@ -365,8 +372,6 @@ def dead(rank: int, ranks: int) -> dict[str, Any] | None:
 
 def dead_between(rank: int, ranks: int) -> dict[str, Any] | None:
     """The last rank ends between the stages of messages that are too long for one."""
-    from bitslab.distributed import exchange as stages
-
     if rank == ranks - 1:
         of_first = stages.Exchange._first
 

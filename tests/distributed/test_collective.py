@@ -101,6 +101,7 @@ def test_ranks_that_disagree_all_raise_and_go_on(ranks: int, seen_by: dict[int, 
         "rows": ("4 rows expected, 6 are sent", "6 rows sent, 4 are expected"),
         "row": ("2 elements a row, here they are 3", "3 elements a row, here they are 2"),
         "dtype": ("dtype float32, here it is float64", "dtype float64, here it is float32"),
+        "version": ("version 3 of the wire, here it is 2", "version 2 of the wire, here it is 3"),
     }
     for found in by_both(ranks, "disagreement", seen_by):
         for what, (first, second) in reasons.items():
