@@ -205,7 +205,13 @@ class Exchange:
             if self._pieces == 1 or self._lane is None:
                 # Before encoding: a message whose buffer is known there leaves at once.
                 expected = self._expected()
-                found = self._stages(self._encode(0), expected)
+                try:
+                    sent = self._encode(0)
+                except BaseException as error:
+                    # What was posted would take the messages of the next exchange.
+                    self._faults.broken(f"encoding: {error!r:.200}")
+                    raise
+                found = self._stages(sent, expected)
                 self._agreement.check(found.checks, self._faults)
                 self._decode(0, found)
             else:

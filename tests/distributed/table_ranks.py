@@ -21,6 +21,7 @@ from bitslab.distributed import (
     all_to_all_single,
     linear,
 )
+from bitslab.distributed import exchange as stages
 from bitslab.distributed.helpers import helper_of, timeout_of
 from bitslab.engine.advisor import network_model
 from tests.distributed.ranks import error_of, splits, world
@@ -302,6 +303,21 @@ def threads(rank: int, ranks: int) -> dict[str, str]:
     return {"refused": refused, "later": error_of(lambda: exchange(t))}
 
 
+def broken_encoding(rank: int, ranks: int) -> dict[str, str]:
+    """All ranks fail while they encode: later calls raise at once, on a group of its own."""
+    exchange = CompressedAllToAll(dist.new_group())
+    t = torch.ones(ranks, 2)
+    exchange(t)
+    seen = {}
+    with mock.patch.object(stages, "encode_part", side_effect=MemoryError("none left")):
+        try:
+            exchange(t)
+        except MemoryError as error:
+            seen["first"] = str(error)
+    seen["later"] = error_of(lambda: exchange(t))
+    return seen
+
+
 def wrong_tables(rank: int, ranks: int) -> dict[str, str]:
     """Each refused before anything is sent."""
     planned = CompressedAllToAll(tables=TABLES)
@@ -336,6 +352,7 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
         network,
         timeout,
         threads,
+        broken_encoding,
         wrong_tables,
     )
 }

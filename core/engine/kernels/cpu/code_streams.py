@@ -112,22 +112,29 @@ def measure_pieces(codes, least, table, words, begin, end):
 
 
 @njit(nogil=True, cache=True)
+def write_piece(codes, least, table, piece, out, at):
+    """Write a piece to words from a place on; return the place behind it."""
+    held, bits = np.uint64(0), np.uint64(0)
+    for i in range(piece * PIECE_CODES, min(len(codes), (piece + 1) * PIECE_CODES)):
+        entry = np.uint64(table[np.int64(codes[i]) - least])
+        held |= (entry & CODE_MASK) << bits
+        bits += entry >> LENGTH_AT
+        if bits >= WORD:
+            out[at] = held & WORD_MASK
+            at += 1
+            held >>= WORD
+            bits -= WORD
+    if bits:
+        out[at] = held & WORD_MASK
+        at += 1
+    return at
+
+
+@njit(nogil=True, cache=True)
 def write_pieces(codes, least, table, starts, out, begin, end):
     """Write the pieces begin..end to their words."""
     for piece in range(begin, end):
-        at = starts[piece]
-        held, bits = np.uint64(0), np.uint64(0)
-        for i in range(piece * PIECE_CODES, min(len(codes), (piece + 1) * PIECE_CODES)):
-            entry = np.uint64(table[np.int64(codes[i]) - least])
-            held |= (entry & CODE_MASK) << bits
-            bits += entry >> LENGTH_AT
-            if bits >= WORD:
-                out[at] = held & WORD_MASK
-                at += 1
-                held >>= WORD
-                bits -= WORD
-        if bits:
-            out[at] = held & WORD_MASK
+        write_piece(codes, least, table, piece, out, starts[piece])
 
 
 @njit(nogil=True, cache=True)
@@ -135,21 +142,9 @@ def write_stream(codes, least, table, sizes, out):
     """Write all pieces one after the other, their words to ``sizes``; return all words."""
     at = 0
     for piece in range((len(codes) + PIECE_CODES - 1) // PIECE_CODES):
-        first = at
-        held, bits = np.uint64(0), np.uint64(0)
-        for i in range(piece * PIECE_CODES, min(len(codes), (piece + 1) * PIECE_CODES)):
-            entry = np.uint64(table[np.int64(codes[i]) - least])
-            held |= (entry & CODE_MASK) << bits
-            bits += entry >> LENGTH_AT
-            if bits >= WORD:
-                out[at] = held & WORD_MASK
-                at += 1
-                held >>= WORD
-                bits -= WORD
-        if bits:
-            out[at] = held & WORD_MASK
-            at += 1
-        sizes[piece] = at - first
+        behind = write_piece(codes, least, table, piece, out, at)
+        sizes[piece] = behind - at
+        at = behind
     return at
 
 
