@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -30,9 +29,13 @@ from .selection import (
     as_floats,
 )
 from .stats import Counters
+from .wire import SHORT_BYTES
 
 #: What `codec` accepts.
 CODECS = ("auto", "compressed", "raw")
+
+#: What decisions need of the counters.
+RECORDED = ("raw_bytes", "moved_bytes", "encode_s", "decode_s")
 
 #: Kinds of rows of which the function remembers how they are written.
 MOST_CHOICES = 64
@@ -148,12 +151,11 @@ class Caller:
                 self._decide_while_plain(group, tables, choices, model, way)
             self._plain(group, tables, way)
             return
-        others = group.size() - 1
-        numbers = [] if model is None else self.decision.predictions(model, others)
+        numbers = self._predictions(group, model, SHORT_BYTES)
         for table, choice in zip(tables, choices, strict=True):
             table.candidate = choice.candidate
         counters = self.counters[way]
-        before = asdict(counters)
+        before = {name: getattr(counters, name) for name in RECORDED}
         exchange = Exchange(
             group,
             tables,
@@ -169,7 +171,7 @@ class Caller:
             self.decision.decide(of_ranks)
         record = self.decision.records[way]
         record.calls += 1
-        for name in ("raw_bytes", "moved_bytes", "encode_s", "decode_s"):
+        for name in RECORDED:
             took = getattr(counters, name) - before[name]
             setattr(record, name, getattr(record, name) + took)
 
@@ -231,8 +233,7 @@ class Caller:
             raw = sum(table.raw_bytes(self.copied_rank(group)) for table in tables)
             self.decision.records[way] = WayRecord(1, raw, moved_bytes, encode_s, decode_s)
         plain = self.is_plain(way)
-        others = group.size() - 1
-        numbers = [] if model is None else self.decision.predictions(model, others)
+        numbers = self._predictions(group, model, 0)
         if plain:
             if numbers:
                 self._agree(group, numbers, device)
@@ -284,9 +285,15 @@ class Caller:
             record.moved_bytes += raw / found.ratio
             record.encode_s += raw * found.encode_s_per_byte
             record.decode_s += raw * found.decode_s_per_byte
-        self._agree(
-            group, self.decision.predictions(model, group.size() - 1), tables[0].sent.device
-        )
+        self._agree(group, self._predictions(group, model, SHORT_BYTES), tables[0].sent.device)
+
+    def _predictions(
+        self, group: dist.ProcessGroup, model: NetworkModel | None, short_bytes: int
+    ) -> list[int]:
+        """Return this rank's predictions as numbers, none where nothing is decided."""
+        if model is None:
+            return []
+        return self.decision.predictions(model, group.size() - 1, short_bytes)
 
     def _agree(
         self, group: dist.ProcessGroup, numbers: Sequence[int], device: torch.device
@@ -304,13 +311,21 @@ class Caller:
         *,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Let torch's own collective deliver each table's rows; return what it did of the last."""
+        """Let torch's own collective deliver the rows of all tables at once; return what it did."""
         self.faults.check()
         counters = self.counters[way]
         started = time.perf_counter()
         work = None
+        wide = [table for table in tables if table.row_bytes]
+        if len(wide) == 1:
+            (table,) = wide
+            received, sent = (t.view(torch.uint8) for t in (table.received, table.sent))
+            work = self._delivered(
+                group, received, sent, table.receive_rows, table.send_rows, async_op
+            )
+        elif wide:
+            self._deliver_together(group, wide)
         for table in tables:
-            work = _deliver(self.faults, group, table, async_op)
             table.repeats = None
             table.places = [None] * group.size()
             table.moved_bytes = table.raw_bytes(dist.get_rank(group))
@@ -320,19 +335,55 @@ class Caller:
         counters.plain_calls += 1
         return work
 
+    def _deliver_together(self, group: dist.ProcessGroup, tables: Sequence[Rows]) -> None:
+        """Deliver the rows of several tables by one collective, rank after rank."""
+        device = tables[0].sent.device
+        sent = _by_rank((t.sent, t.send_rows) for t in tables)
+        into = _by_rank((t.received, t.receive_rows) for t in tables)
+        sizes_out, sizes_in = ([sum(map(len, part)) for part in each] for each in (sent, into))
+        taken = [self.buffers.take(sum(sizes), device) for sizes in (sizes_out, sizes_in)]
+        given, found = taken[0][: sum(sizes_out)], taken[1][: sum(sizes_in)]
+        torch.cat([piece for part in sent for piece in part], out=given)
+        try:
+            self._delivered(group, found, given, sizes_in, sizes_out, False)
+        except BaseException:
+            self.buffers.forget(*taken)
+            raise
+        pieces = [piece for part in into for piece in part]
+        cut = torch.split(found, list(map(len, pieces)))
+        torch._foreach_copy_(pieces, list(cut))
+        mark = None
+        if device.type == "cuda":
+            mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            mark.record(torch.cuda.current_stream(device))
+        self.buffers.give(*taken, mark=mark)
 
-def _deliver(
-    faults: Faults, group: dist.ProcessGroup, table: Rows, async_op: bool
-) -> dist.Work | None:
-    """Deliver rows by torch's own collective, as bytes: gloo knows few dtypes."""
-    if table.row_bytes == 0:
-        return None
-    sent, received = (t.view(torch.uint8) for t in (table.sent, table.received))
-    sizes = list(table.receive_rows), list(table.send_rows)
-    work: dist.Work | None = faults.stage(
-        "payload", lambda: dist.all_to_all_single(received, sent, *sizes, group, async_op)
-    )
-    return work
+    def _delivered(
+        self,
+        group: dist.ProcessGroup,
+        received: torch.Tensor,
+        sent: torch.Tensor,
+        receive: Sequence[int],
+        send: Sequence[int],
+        async_op: bool,
+    ) -> dist.Work | None:
+        """Deliver bytes by torch's own collective: gloo knows few dtypes."""
+        sizes = list(receive), list(send)
+        work: dist.Work | None = self.faults.stage(
+            "payload", lambda: dist.all_to_all_single(received, sent, *sizes, group, async_op)
+        )
+        return work
+
+
+def _by_rank(
+    tables: Iterable[tuple[torch.Tensor, Sequence[int]]],
+) -> list[tuple[torch.Tensor, ...]]:
+    """Return by rank the bytes of tables ``[N, row]``, of so many rows each."""
+    cut = [
+        [part.view(-1).view(torch.uint8) for part in torch.split(t, list(rows))]
+        for t, rows in tables
+    ]
+    return list(zip(*cut, strict=True))
 
 
 _callers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Caller]] = (

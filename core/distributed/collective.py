@@ -24,10 +24,11 @@ from .messages import Repeats
 from .wire import DTYPES, MOST_BYTES, MOST_ELEMENTS, MOST_ROWS
 
 
-class ExchangeWork:
-    """What an asynchronous all-to-all returns, as torch's `Work`."""
+class ExchangeWork(dist.Work):
+    """What an asynchronous all-to-all returns: a `Work`, by which type some of its users go on."""
 
     def __init__(self, finish: Callable[[float | None], object], done: Callable[[], bool]) -> None:
+        super().__init__()
         self._finish, self._done = finish, done
 
     def wait(self, timeout: timedelta | None = None) -> bool:

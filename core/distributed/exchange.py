@@ -1,4 +1,4 @@
-"""The two stages of an exchange: descriptors of all messages, then the messages."""
+"""The two stages of an exchange: descriptors and short messages, then long messages."""
 
 from __future__ import annotations
 
@@ -23,12 +23,15 @@ from .messages import (
     encode_part,
     most_part_bytes,
 )
+from .pairs import FIRST, LONG, TERMS, Pairs
 from .stats import Counters
 from .wire import (
+    DESCRIPTOR_BYTES,
     DTYPES,
     FAILED,
     MOST_TERMS,
     PART_SIZE,
+    SHORT_BYTES,
     TableTerms,
     Terms,
     descriptor,
@@ -93,22 +96,38 @@ class Rows:
 
 
 @dataclass(frozen=True)
+class _Sent:
+    """Messages of a piece, in one buffer.
+
+    Parameters
+    ----------
+    data : torch.Tensor
+        uint8: for each other rank room for descriptor and numbers, and behind it the message.
+    places, sizes : list of int
+        By rank, where that room begins, and the bytes of the message.
+    """
+
+    data: torch.Tensor
+    places: list[int]
+    sizes: list[int]
+
+
+@dataclass(frozen=True)
 class _Received:
     """What came of a piece.
 
     Parameters
     ----------
-    checks, sizes : list of int
+    checks : list of int
         Of the descriptors.
-    data : torch.Tensor
-        uint8: the messages, and what is behind them in the buffer.
+    messages : list of numpy.ndarray
+        uint8, by rank; of this one nothing.
     numbers : list
         The numbers of each rank.
     """
 
     checks: list[int]
-    sizes: list[int]
-    data: torch.Tensor
+    messages: list[Array]
     numbers: list[list[int]]
 
 
@@ -153,8 +172,10 @@ class Exchange:
         self._pieces, self._lane = pieces, lane
         self._buffers, self._taken = buffers, list[torch.Tensor]()
         self._numbers = list(numbers)
+        self._head_bytes = DESCRIPTOR_BYTES * (1 + len(self._numbers))
         self._stopped = False
         self._rank, self._size = dist.get_rank(group), group.size()
+        self._others = [rank for rank in range(self._size) if rank != self._rank]
         self._agreement = Agreement(group, tables)
 
     def run(self) -> list[list[int]]:
@@ -173,16 +194,24 @@ class Exchange:
             When a message is damaged. Likewise.
         """
         self._faults.check()
-        if self._faults.to_report:
-            self._sizes([FAILED] * self._size)
-            raise self._faults.reported()
         for table in self._tables:
             table.places = [None] * self._size
             if table.repeats:
                 table.repeats[self._rank] = None  # those are copied
         try:
+            if self._faults.to_report:
+                self._first(self._expected(), self._nothing())
+                raise self._faults.reported()
             if self._pieces == 1 or self._lane is None:
-                found = self._stages(*self._encode(0))
+                # Before encoding: a message whose buffer is known there leaves at once.
+                expected = self._expected()
+                try:
+                    sent = self._encode(0)
+                except BaseException as error:
+                    # What was posted would take the messages of the next exchange.
+                    self._faults.broken(f"encoding: {error!r:.200}")
+                    raise
+                found = self._stages(sent, expected)
                 self._agreement.check(found.checks, self._faults)
                 self._decode(0, found)
             else:
@@ -200,7 +229,7 @@ class Exchange:
 
     def _in_pieces(self, lane: ThreadLane) -> _Received:
         """Encode one piece after the other; the lane's thread exchanges them."""
-        tasks = [lane.submit(self._stages, *self._encode(piece)) for piece in range(self._pieces)]
+        tasks = [lane.submit(self._stages, self._encode(piece)) for piece in range(self._pieces)]
         for task in tasks:
             task.wait()  # the last one too, before an error is raised: it uses the group
         first = tasks[0].result()
@@ -216,8 +245,13 @@ class Exchange:
         self._taken.append(found)
         return found
 
-    def _encode(self, piece: int) -> tuple[list[int], torch.Tensor]:
-        """Return the bytes of the messages of a piece for each rank, and the messages."""
+    def _nothing(self) -> _Sent:
+        """Return messages that say that this rank failed."""
+        places = [self._head_bytes * rank for rank in range(self._size)]
+        return _Sent(self._take(self._head_bytes * self._size), places, [FAILED] * self._size)
+
+    def _encode(self, piece: int) -> _Sent:
+        """Return the messages of a piece."""
         started = time.perf_counter()
         spans = [spans_of(table.send_rows, piece, self._pieces) for table in self._tables]
         most = sum(
@@ -226,13 +260,12 @@ class Exchange:
             for to, (_, rows) in enumerate(of_table)
             if to != self._rank
         )
-        data = self._take(most)
+        data = self._take(most + self._head_bytes * self._size)
         out = data.numpy()
-        sizes, at = [0] * self._size, 0
-        for to in range(self._size):
-            if to == self._rank:
-                continue
-            begin = at
+        places, sizes, at = [0] * self._size, [0] * self._size, 0
+        for to in self._others:
+            places[to] = at
+            begin = at = at + self._head_bytes
             parts = [i for i, of_table in enumerate(spans) if of_table[to][1]]
             at += PART_SIZE.size * max(0, len(parts) - 1)
             for number, i in enumerate(parts):
@@ -253,19 +286,16 @@ class Exchange:
                 at += used
             sizes[to] = at - begin
         self._counters.encode_s += time.perf_counter() - started
-        return sizes, data[:at]
+        return _Sent(data, places, sizes)
 
     def _decode(self, piece: int, received: _Received) -> None:
         started = time.perf_counter()
-        data = received.data.numpy()[: sum(received.sizes)]
-        messages = np.split(data, np.cumsum(received.sizes)[:-1])
         spans = [spans_of(table.receive_rows, piece, self._pieces) for table in self._tables]
-        for source, message in enumerate(messages):
-            if source == self._rank:
-                continue
+        for source in self._others:
             parts = [i for i, of_table in enumerate(spans) if of_table[source][1]]
             try:
-                for i, data in zip(parts, _cut(message, len(parts)), strict=True):
+                cut = _cut(received.messages[source], len(parts))
+                for i, data in zip(parts, cut, strict=True):
                     table, (first, rows) = self._tables[i], spans[i][source]
                     places = decode_part(data, table.received[first : first + rows])
                     table.places[source] = places
@@ -277,19 +307,37 @@ class Exchange:
 
     # Stages
 
-    def _sizes(self, sizes: Sequence[int]) -> list[list[int]]:
-        """Exchange descriptors, and the numbers with them; return those of each rank."""
-        started = time.perf_counter()
-        descriptors = self._agreement.descriptors(sizes)
-        sent = torch.tensor([[d, *self._numbers] for d in descriptors], dtype=torch.int64)
-        found = torch.empty_like(sent)
-        self._faults.stage("sizes", lambda: dist.all_to_all_single(found, sent, group=self._group))
-        self._counters.sizes_s += time.perf_counter() - started
-        self._counters.moved_bytes += sent[0].nbytes * (self._size - 1)
-        return found.tolist()
+    def _expected(self) -> _Expected:
+        """Let first messages of all ranks come."""
+        room = self._head_bytes + SHORT_BYTES
+        data = self._take(room * len(self._others))
+        buffers = dict(zip(self._others, torch.split(data, room), strict=False))
+        pairs = self._faults.stage("sizes", lambda: Pairs(self._group, buffers, FIRST))
+        return buffers, pairs
 
-    def _stages(self, sizes: list[int], sent: torch.Tensor) -> _Received:
-        """Exchange descriptors, then messages, whatever they are of: ranks that differ hang nobody.
+    def _first(self, expected: _Expected, sent: _Sent) -> list[list[int]]:
+        """Exchange descriptors, numbers and short messages; return the former of each rank."""
+        started = time.perf_counter()
+        buffers, pairs = expected
+        descriptors, messages = self._agreement.descriptors(sent.sizes), {}
+        for to in self._others:
+            at, size = sent.places[to], sent.sizes[to]
+            head = sent.data[at : at + self._head_bytes]
+            head.numpy()[:] = np.array([descriptors[to], *self._numbers], "<i8").view(np.uint8)
+            end = at + self._head_bytes + (size if size <= SHORT_BYTES else 0)
+            messages[to] = sent.data[at:end]
+        self._faults.stage("sizes", lambda: pairs.cross(messages))
+        self._counters.sizes_s += time.perf_counter() - started
+        self._counters.moved_bytes += self._head_bytes * len(self._others)
+        own = [descriptors[self._rank], *self._numbers]
+        heads = (buffers.get(rank) for rank in range(self._size))
+        return [
+            own if head is None else head.numpy()[: self._head_bytes].view("<i8").tolist()
+            for head in heads
+        ]
+
+    def _stages(self, sent: _Sent, expected: _Expected | None = None) -> _Received:
+        """Exchange messages, whatever they are of: ranks that differ hang nobody.
 
         Raises
         ------
@@ -299,20 +347,37 @@ class Exchange:
         if self._stopped:
             raise ExchangeError("sizes stage: not reached, an earlier piece failed")
         self._stopped = True
-        rows = self._sizes(sizes)
-        checks, come = self._agreement.sizes_of([row[0] for row in rows], self._faults)
-        started = time.perf_counter()
-        data = self._take(sum(come))
-        found = data[: sum(come)]
-
-        def payload() -> None:
-            dist.all_to_all_single(found, sent, come, sizes, group=self._group)
-
-        self._faults.stage("payload", payload)
-        self._counters.payload_s += time.perf_counter() - started
-        self._counters.moved_bytes += sum(sizes)
+        expected = expected or self._expected()
+        rows = self._first(expected, sent)
+        checks, sizes = self._agreement.sizes_of([row[0] for row in rows], self._faults)
+        messages = [np.empty(0, np.uint8)] * self._size
+        for rank, data in expected[0].items():
+            messages[rank] = data.numpy()[self._head_bytes :][: sizes[rank]]
+        coming = {rank: sizes[rank] for rank in self._others if sizes[rank] > SHORT_BYTES}
+        going = {rank: n for rank in self._others if (n := sent.sizes[rank]) > SHORT_BYTES}
+        if coming or going:
+            for rank, found in self._payload(coming, going, sent).items():
+                messages[rank] = found.numpy()
+        self._counters.moved_bytes += sum(sent.sizes)
         self._stopped = False
-        return _Received(checks, come, data, [row[1:] for row in rows])
+        return _Received(checks, messages, [row[1:] for row in rows])
+
+    def _payload(
+        self, coming: dict[int, int], going: dict[int, int], sent: _Sent
+    ) -> dict[int, torch.Tensor]:
+        """Exchange long messages, bytes by rank; return those that come."""
+        started = time.perf_counter()
+        data = self._take(sum(coming.values()))[: sum(coming.values())]
+        found = dict(zip(coming, torch.split(data, list(coming.values())), strict=True))
+        begins = {rank: sent.places[rank] + self._head_bytes for rank in going}
+        messages = {rank: sent.data[begins[rank] :][:n] for rank, n in going.items()}
+        self._faults.stage("payload", lambda: Pairs(self._group, found, LONG).cross(messages))
+        self._counters.payload_s += time.perf_counter() - started
+        return found
+
+
+#: Of first messages: by rank the buffer that one comes to, and the receives.
+_Expected = tuple[dict[int, torch.Tensor], Pairs]
 
 
 def spans_of(rows: Sequence[int], piece: int, pieces: int) -> list[tuple[int, int]]:
@@ -429,13 +494,14 @@ def _swapped(
 
     def send() -> None:
         for given in ([len(ours)], ours):
-            dist.send(torch.tensor(given, dtype=torch.int64, device=device), other, group=group)
+            numbers = torch.tensor(given, dtype=torch.int64, device=device)
+            dist.send(numbers, other, group=group, tag=TERMS)
 
     def receive() -> list[int]:
         count = torch.empty(1, dtype=torch.int64, device=device)
-        dist.recv(count, other, group=group)
+        dist.recv(count, other, group=group, tag=TERMS)
         found = torch.empty(min(MOST_TERMS, int(count)), dtype=torch.int64, device=device)
-        dist.recv(found, other, group=group)
+        dist.recv(found, other, group=group, tag=TERMS)
         return list(map(int, found.tolist()))
 
     if first:

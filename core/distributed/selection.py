@@ -156,19 +156,29 @@ class WayRecord:
     encode_s: float = 0.0
     decode_s: float = 0.0
 
-    def predicted(self, model: NetworkModel, others: int, pieces: int) -> tuple[float, ...]:
-        """Return the seconds of an exchange for each of MODES; -1 where nothing is known."""
+    def predicted(
+        self, model: NetworkModel, others: int, pieces: int, short_bytes: int
+    ) -> tuple[float, ...]:
+        """Return the seconds of an exchange for each of MODES; -1 where nothing is known.
+
+        A message of up to `short_bytes` crosses with its descriptor.
+        """
         if not self.calls:
             return (-1.0,) * len(MODES)
         raw, moved = self.raw_bytes / self.calls, self.moved_bytes / self.calls
         encode, decode = self.encode_s / self.calls, self.decode_s / self.calls
-        sizes = model.seconds(DESCRIPTOR_BYTES * others)
-        payload = model.seconds(moved)
-        compressed = encode + sizes + payload + decode
+
+        def crossing(n_bytes: float) -> float:
+            descriptors = DESCRIPTOR_BYTES * others
+            if n_bytes <= short_bytes * others:
+                return model.seconds(descriptors + n_bytes)
+            return model.seconds(descriptors) + model.seconds(n_bytes)
+
+        compressed = encode + crossing(moved) + decode
         overlapped = -1.0
         if pieces > 1:
             # All but the slowest stage are waited for once, of one piece.
-            stages = (encode, pieces * sizes + pieces * model.seconds(moved / pieces), decode)
+            stages = (encode, pieces * crossing(moved / pieces), decode)
             overlapped = max(stages) + (sum(stages) - max(stages)) / pieces
         return compressed, overlapped, model.seconds(raw)
 
@@ -199,10 +209,12 @@ class Decision:
         self._calls += 1
         return since >= 0 and since % self._every == 0
 
-    def predictions(self, model: NetworkModel, others: int) -> list[int]:
+    def predictions(self, model: NetworkModel, others: int, short_bytes: int = 0) -> list[int]:
         """Return this rank's predicted seconds as int64 numbers, and begin records anew."""
         seconds = [
-            s for record in self.records for s in record.predicted(model, others, self._pieces)
+            s
+            for record in self.records
+            for s in record.predicted(model, others, self._pieces, short_bytes)
         ]
         self.records = [WayRecord() for _ in self.records]
         return as_integers(seconds)

@@ -1,4 +1,4 @@
-"""What ranks say to each other of messages before they send them, and the parts of a message.
+"""What ranks say to each other of messages, and the parts of a message.
 
 The sizes stage exchanges one descriptor between each pair of ranks, an int64:
 
@@ -11,6 +11,8 @@ bits   content
 ====== ==================================================================================
 
 Every few exchanges, the same ones on all ranks, numbers for a decision follow in the same stage.
+Over gloo a message of up to `SHORT_BYTES` follows them at once: one round in all. Longer ones, and
+all over NCCL, cross in a second stage.
 
 The terms are int64 numbers: `VERSION`, then for each table the dtype by its place in `DTYPES`, the
 elements of a row, the rows from the lower rank to the higher one, and those back. Ranks whose terms
@@ -42,9 +44,11 @@ import torch
 
 from ..dtypes import dtype_name
 
-VERSION = 2
+VERSION = 3
 #: Bytes of a descriptor.
 DESCRIPTOR_BYTES = 8
+#: Over gloo, bytes of the longest message that follows its descriptor at once.
+SHORT_BYTES = 256 << 10
 #: In place of the bytes of a message: the rank failed before.
 FAILED = (1 << 32) - 1
 #: One more than the most rows for a rank, elements of a row, and bytes of a message.

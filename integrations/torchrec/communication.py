@@ -144,10 +144,9 @@ def compress_communication(
     error_bound : float, ErrorBound, AdaptiveBound, "adaptive" or mapping, optional
         How far a delivered element may be from the one that was looked up, as for
         `bitslab.distributed.CompressedAllToAll`, for each table; every bit is kept when left out. A
-        mapping gives one to each table that it names. Of a sequence collection all tables of a
-        sharding count as one, with their bound where it is the same of all, and every bit where it
-        is not.
-        Row-wise, each of W ranks gets 1 / W of the bound, so that the sum keeps it.
+        mapping gives one to each table that it names. Row-wise, each of W ranks gets 1 / W of the
+        bound of bags, so that the sum keeps it. Of sequences on a GPU the host waits for their
+        lengths where there is a bound.
     backward : "lossless", float or ErrorBound
         Of gradients; within a bound they are rounded stochastically.
     row_ids : bool
@@ -346,8 +345,10 @@ def _compressed(
     """Return what takes the place of an output dist."""
     group, columns = _group(sharding), columns_of(sharding)
     kind = REPLACED[type(plain)]
-    if kind is CompressedSequenceDist:
-        messages = [_one_message(columns, bound_of)]
+    if kind is CompressedSequenceDist and all(
+        bound_of(column.table) is None for part in columns for column in part
+    ):
+        messages = [_one_message(columns)]
     else:
         ranks = group.size() if kind is CompressedReduceScatterDist else 1
         messages = messages_of(columns, lambda table: _share(bound_of(table), ranks))
@@ -360,12 +361,10 @@ def _group(sharding: Any) -> dist.ProcessGroup:
     return group
 
 
-def _one_message(columns: list[list[Column]], bound_of: Callable[[str], Bound]) -> Message:
+def _one_message(columns: list[list[Column]]) -> Message:
     """Return the message of a sequence sharding, whose rows are all as wide."""
-    every = [column for part in columns for column in part]
-    bounds = [bound_of(column.table) for column in every]
-    same = all(bound == bounds[0] for bound in bounds)
-    table = Table("rows", every[0].dim, every[0].dtype, bounds[0] if same else None)
+    first = next(column for part in columns for column in part)
+    table = Table("rows", first.dim, first.dtype)
     return Message(table, [list(range(len(part))) for part in columns])
 
 

@@ -141,6 +141,61 @@ class CompressedDist(torch.nn.Module):
         divided: torch.Tensor = _Divided.apply(rows, self.ranks)  # type: ignore[no-untyped-call]
         return divided
 
+    def exchanged(
+        self,
+        pieces: Sequence[Sequence[torch.Tensor]],
+        sizes: Sequence[Sequence[int]],
+        expected: Sequence[Sequence[int]],
+        ids: Sequence[Sequence[torch.Tensor]] | None,
+        like: torch.Tensor,
+    ) -> dict[tuple[int, int], torch.Tensor]:
+        """Exchange pieces ``[rows, dim]`` by rank and column of this rank; return those that come.
+
+        Parameters
+        ----------
+        pieces, sizes, ids
+            By rank and column of this rank: rows for it, how many, and their ids, or None.
+        expected : sequence of sequence of int
+            By rank and its column, how many rows come.
+        like : torch.Tensor
+            Where rows are.
+        """
+        inputs, row_ids, send, receive, received = {}, {}, {}, {}, {}
+        for message in self.messages:
+            name, mine = message.table.name, message.places[self.rank]
+            if mine:
+                inputs[name] = torch.cat([part[place] for part in pieces for place in mine])
+            else:
+                # It requires a gradient as rows do: this rank takes part in the exchange back.
+                inputs[name] = torch.empty(
+                    (0, message.table.row_elements),
+                    dtype=message.table.dtype,
+                    device=like.device,
+                    requires_grad=torch.is_grad_enabled(),
+                )
+            if ids is not None and mine:
+                row_ids[name] = torch.cat([part[place] for part in ids for place in mine])
+            received[name] = [
+                [expected[rank][place] for place in places]
+                for rank, places in enumerate(message.places)
+            ]
+            receive[name] = [sum(part) for part in received[name]]
+            send[name] = [sum(part[place] for place in mine) for part in sizes]
+        came = self.exchange.exchange_tables(inputs, receive, send, row_ids=row_ids)
+        found: dict[tuple[int, int], torch.Tensor] = {}
+        for message in self.messages:
+            name = message.table.name
+            found |= self.arranged(message, came[name], received[name])
+        return found
+
+    def arranged(
+        self, message: Message, found: torch.Tensor, received: Sequence[Sequence[int]]
+    ) -> dict[tuple[int, int], torch.Tensor]:
+        """Return rows ``[N, dim]`` that came of all ranks as pieces, by rank and its column."""
+        keys = [(rank, place) for rank, part in enumerate(message.places) for place in part]
+        cut = torch.split(found, [n for part in received for n in part])
+        return dict(zip(keys, cut, strict=True))
+
 
 class _PooledDist(CompressedDist, ABC):
     """Of bags: pieces ``[bags, dim]``, one for each rank and each column of this rank."""
@@ -188,49 +243,6 @@ class _PooledDist(CompressedDist, ABC):
     ) -> Sequence[Sequence[int]]:
         """Return the bags of this rank in each column of each rank; batches differ by feature."""
 
-    def exchanged(
-        self,
-        pieces: Sequence[Sequence[torch.Tensor]],
-        sizes: Sequence[Sequence[int]],
-        expected: Sequence[Sequence[int]],
-        ids: Sequence[Sequence[torch.Tensor]] | None,
-        like: torch.Tensor,
-    ) -> dict[tuple[int, int], torch.Tensor]:
-        """Return pieces ``[bags, dim]`` of all messages, by rank and column."""
-        inputs, row_ids, send, receive, received = {}, {}, {}, {}, {}
-        for message in self.messages:
-            name, mine = message.table.name, message.places[self.rank]
-            if mine:
-                inputs[name] = torch.cat([part[place] for part in pieces for place in mine])
-            else:
-                # It requires a gradient as rows do: this rank takes part in the exchange back.
-                inputs[name] = torch.empty(
-                    (0, message.table.row_elements),
-                    dtype=message.table.dtype,
-                    device=like.device,
-                    requires_grad=torch.is_grad_enabled(),
-                )
-            if ids is not None and mine:
-                row_ids[name] = torch.cat([part[place] for part in ids for place in mine])
-            received[name] = [
-                [expected[rank][place] for place in places]
-                for rank, places in enumerate(message.places)
-            ]
-            receive[name] = [sum(part) for part in received[name]]
-            send[name] = [sum(part[place] for place in mine) for part in sizes]
-        came = self.exchange.exchange_tables(inputs, receive, send, row_ids=row_ids)
-        found: dict[tuple[int, int], torch.Tensor] = {}
-        for message in self.messages:
-            name = message.table.name
-            found |= self.arranged(message, came[name], received[name])
-        return found
-
-    @abstractmethod
-    def arranged(
-        self, message: Message, found: torch.Tensor, received: Sequence[Sequence[int]]
-    ) -> dict[tuple[int, int], torch.Tensor]:
-        """Return rows ``[N, dim]`` that came of all ranks as pieces, by rank and column."""
-
 
 class CompressedAllToAllDist(_PooledDist):
     """Table-wise and column-wise bags: each rank's columns for this rank's batch."""
@@ -241,14 +253,6 @@ class CompressedAllToAllDist(_PooledDist):
         """Return the bags of this rank in each column of each rank."""
         bags = iter(before)
         return [[next(bags) for _ in columns] for columns in self.columns]
-
-    def arranged(
-        self, message: Message, found: torch.Tensor, received: Sequence[Sequence[int]]
-    ) -> dict[tuple[int, int], torch.Tensor]:
-        """Return what came of each rank's columns."""
-        keys = [(rank, place) for rank, part in enumerate(message.places) for place in part]
-        cut = torch.split(found, [n for part in received for n in part])
-        return dict(zip(keys, cut, strict=True))
 
 
 class CompressedReduceScatterDist(_PooledDist):
@@ -270,7 +274,11 @@ class CompressedReduceScatterDist(_PooledDist):
 
 
 class CompressedSequenceDist(CompressedDist):
-    """Rows without pooling, table-wise, column-wise and row-wise; one message for all tables."""
+    """Rows without pooling, table-wise, column-wise and row-wise.
+
+    A message for each table where they have bounds, and else one for all: lengths of features are
+    read on the host for the former.
+    """
 
     def forward(self, local_embs: torch.Tensor, sharding_ctx: Any) -> Any:
         """Return an awaitable of ``[values of this rank, D]``.
@@ -288,17 +296,51 @@ class CompressedSequenceDist(CompressedDist):
         batches = batches_of(sharding_ctx, lengths.shape[-1], self.ranks)
         order = _by_rank(lengths, batches)
         ids = None if features is None else value_ids(features, self.mine)[order]
-        (name,) = (message.table.name for message in self.messages)
-        came = self.exchange.exchange_tables(
-            {name: rows.index_select(0, order)},
-            {name: sharding_ctx.input_splits},
-            {name: sharding_ctx.output_splits},
-            row_ids=None if ids is None else {name: ids},
-        )
-        found = came[name]
+        if self.is_joint:
+            (name,) = (message.table.name for message in self.messages)
+            came = self.exchange.exchange_tables(
+                {name: rows.index_select(0, order)},
+                {name: sharding_ctx.input_splits},
+                {name: sharding_ctx.output_splits},
+                row_ids=None if ids is None else {name: ids},
+            )
+            found = came[name]
+        else:
+            sizes = _values_by_rank(lengths, batches)
+            expected = self._expected(sharding_ctx)
+            cut = _cut_by_rank(rows.index_select(0, order), sizes)
+            of_ids = None if ids is None else _cut_by_rank(ids, sizes)
+            by_column = self.exchanged(cut, sizes, expected, of_ids, rows)
+            found = torch.cat([by_column[key] for key in sorted(by_column)])
         return SequenceEmbeddingsAwaitable(
             NoWait(found), sharding_ctx.unbucketize_permute_tensor, local_embs.shape[1]
         )
+
+    @property
+    def is_joint(self) -> bool:
+        """Whether one message has the rows of all tables."""
+        return len(self.messages) == 1
+
+    def _expected(self, sharding_ctx: Any) -> list[list[int]]:
+        """Return the values of each rank's columns that come."""
+        before = sharding_ctx.features_before_input_dist
+        counts = before.length_per_key()
+        unbucketize = sharding_ctx.unbucketize_permute_tensor
+        if unbucketize is None:
+            of_columns = iter(counts)
+            return [[next(of_columns) for _ in columns] for columns in self.columns]
+        # Row-wise: where a value lies among those of all ranks says which one looks it up.
+        ends = torch.cumsum(torch.tensor(sharding_ctx.input_splits), 0).to(unbucketize.device)
+        ranks = torch.bucketize(unbucketize, ends, right=True)
+        features = len(counts)
+        of_feature = torch.repeat_interleave(
+            torch.arange(features, device=ranks.device),
+            torch.tensor(counts, device=ranks.device),
+            output_size=len(ranks),
+        )
+        found = torch.bincount(ranks * features + of_feature, minlength=self.ranks * features)
+        by_rank: list[list[int]] = found.view(self.ranks, features).tolist()
+        return by_rank
 
 
 class _Divided(torch.autograd.Function):
@@ -326,6 +368,23 @@ def _cut_ids(ids: torch.Tensor, sizes: Sequence[Sequence[int]]) -> list[list[tor
     cut = iter(torch.split(ids, [n for part in zip(*sizes, strict=True) for n in part]))
     by_feature = [[next(cut) for _ in sizes] for _ in sizes[0]]
     return [[part[rank] for part in by_feature] for rank in range(len(sizes))]
+
+
+def _values_by_rank(lengths: torch.Tensor, batches: Sequence[int]) -> list[list[int]]:
+    """Return the values of each rank in each feature, of lengths as for `_by_rank`."""
+    parts = torch.split(lengths.long(), list(batches), 1)
+    found: list[list[int]] = torch.stack([part.sum(1) for part in parts]).tolist()
+    return found
+
+
+def _cut_by_rank(
+    values: torch.Tensor, sizes: Sequence[Sequence[int]]
+) -> list[tuple[torch.Tensor, ...]]:
+    """Return values, rank after rank and feature after feature, by rank and feature."""
+    of_ranks = torch.split(values, [sum(part) for part in sizes])
+    return [
+        torch.split(t, list(part)) if part else () for t, part in zip(of_ranks, sizes, strict=True)
+    ]
 
 
 def _by_rank(lengths: torch.Tensor, batches: Sequence[int]) -> torch.Tensor:

@@ -8,10 +8,12 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,9 @@ from bitslab.distributed import (
     all_to_all_single,
     linear,
 )
+from bitslab.distributed import exchange as stages
+from bitslab.distributed.pairs import Pairs
+from bitslab.distributed.wire import SHORT_BYTES, VERSION, Terms
 from tests.helpers import random_bits, same_bits
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -192,7 +197,7 @@ def asynchronous(rank: int, ranks: int) -> dict[str, Any]:
         expected = torch.empty_like(out)
         dist.all_to_all_single(expected, t, received, sent)
         equal.append(torch.equal(out, expected))
-    done = all(w.is_completed() for w in work)
+    done = all(w.is_completed() and isinstance(w, dist.Work) for w in work)
     return {"waited": waited, "equal": all(equal), "done": done, "total": float(total[0])}
 
 
@@ -218,6 +223,73 @@ def subgroup(rank: int, ranks: int) -> dict[str, bool]:
     all_to_all_single(out, inexact, group=alone, error_bound=0.5)
     seen["own rows are copied"] = torch.equal(out, inexact)
     return seen
+
+
+def short_and_long(rank: int, ranks: int) -> dict[str, bool]:
+    """Messages that follow their descriptors, and longer ones in a second stage, by pair of ranks.
+
+    Rows of bytes that do not shrink are messages of their own size.
+    """
+    seen = {}
+    edge = SHORT_BYTES // 64
+    for shorter, longer in ((edge, edge + 1), (0, 3 * edge), (edge - 1, edge)):
+        # To rank 0 all send short messages, and it sends long ones.
+        sizes = [
+            [longer if row == 0 or to == 1 else shorter for to in range(ranks)]
+            for row in range(ranks)
+        ]
+        received, sent = [row[rank] for row in sizes], sizes[rank]
+        generator = torch.Generator().manual_seed(rank)
+        t = torch.randint(256, (sum(sent), 64), dtype=torch.uint8, generator=generator)
+        exchange = CompressedAllToAll(codec="compressed")
+        for _ in range(2):
+            found = exchange(t, received, sent)
+        expected = torch.empty_like(found)
+        dist.all_to_all_single(expected, t, received, sent)
+        stats = exchange.stats()["forward"]
+        others = [n for to, n in enumerate(sent) if to != rank] + [
+            n for of, n in enumerate(received) if of != rank
+        ]
+        seen[f"{shorter} {longer}"] = torch.equal(found, expected)
+        seen[f"{shorter} {longer} stages"] = (stats["payload_s"] > 0) == (max(others) > edge)
+    return seen
+
+
+def few_rows(rank: int, ranks: int) -> dict[str, bool]:
+    """One row in all, none, rows for one rank alone, and rows that are all equal."""
+    one = [[int(of == 0 and to == ranks - 1) for to in range(ranks)] for of in range(ranks)]
+    to_first = [[5 * int(to == 0) for to in range(ranks)] for _ in range(ranks)]
+    cases: dict[str, list[list[int]]] = {
+        "one row": one,
+        "none": [[0] * ranks for _ in range(ranks)],
+        "to the first": to_first,
+        "equal": [[9] * ranks for _ in range(ranks)],
+    }
+    seen = {}
+    for name, sizes in cases.items():
+        received, sent = [row[rank] for row in sizes], sizes[rank]
+        for bound in (None, 0.01, ErrorBound(0.5, "absolute")):
+            t = torch.full((sum(sent), 6), 1.5 + rank)
+            found = torch.empty(sum(received), 6)
+            all_to_all_single(found, t, received, sent, codec="compressed", error_bound=bound)
+            expected = torch.empty_like(found)
+            dist.all_to_all_single(expected, t, received, sent)
+            error = (found - expected).abs().max() if len(found) else 0.0
+            limit = 0.5 if isinstance(bound, ErrorBound) else 0.0  # of no range: every bit
+            seen[f"{name} {bound}"] = bool(error <= limit)
+    return seen
+
+
+def longer_buffers(rank: int, ranks: int) -> dict[str, bool]:
+    """gloo takes what is sent, and leaves the rest of a longer buffer as it was."""
+    others = [other for other in range(ranks) if other != rank]
+    buffers = {other: torch.full((1000,), 7, dtype=torch.uint8) for other in others}
+    pairs = Pairs(world(), buffers, 5)
+    pairs.cross({to: torch.full((10 + rank,), rank, dtype=torch.uint8) for to in others})
+    return {
+        str(other): buffers[other].tolist() == [other] * (10 + other) + [7] * (990 - other)
+        for other in others
+    }
 
 
 def gradients(rank: int, ranks: int) -> dict[str, Any]:
@@ -257,7 +329,7 @@ def gradients(rank: int, ranks: int) -> dict[str, Any]:
 def disagreement(rank: int, ranks: int) -> dict[str, str]:
     """Ranks 0 and 1 disagree: both raise, nobody hangs, no output is written."""
     seen = {}
-    for what in ("rows", "row", "dtype"):
+    for what in ("rows", "row", "dtype", "version"):
         n = 6 if what == "rows" and rank == 0 else 4
         row = 3 if what == "row" and rank == 0 else 2
         dtype = torch.float64 if what == "dtype" and rank == 0 else torch.float32
@@ -268,7 +340,11 @@ def disagreement(rank: int, ranks: int) -> dict[str, str]:
         t = torch.ones(sum(sent), row, dtype=dtype)
         out = torch.full((4 * ranks, row), 7.0, dtype=dtype)
         call = partial(all_to_all_single, out, t, [4] * ranks, sent, codec="compressed")
-        seen[what] = error_of(call)
+        older: Any = nullcontext()
+        if what == "version" and rank == 0:
+            older = mock.patch.object(stages, "Terms", partial(Terms, version=VERSION - 1))
+        with older:
+            seen[what] = error_of(call)
         seen[f"{what} kept"] = str(bool((out == 7).all()))
         received = torch.empty(ranks, 2)
         after = partial(all_to_all_single, received, torch.ones(ranks, 2), codec="compressed")
@@ -295,19 +371,23 @@ def dead(rank: int, ranks: int) -> dict[str, Any] | None:
 
 
 def dead_between(rank: int, ranks: int) -> dict[str, Any] | None:
-    """The last rank ends between the stages."""
-    from bitslab.distributed import exchange as stages
-
+    """The last rank ends between the stages of messages that are too long for one."""
     if rank == ranks - 1:
-        of_sizes = stages.Exchange._sizes
+        of_first = stages.Exchange._first
 
-        def last(self: Any, sizes: Any) -> Any:
-            of_sizes(self, sizes)
+        def last(self: Any, *args: Any) -> Any:
+            of_first(self, *args)
             time.sleep(0.5)  # the other one has read them
             os._exit(1)
 
-        setattr(stages.Exchange, "_sizes", last)  # noqa: B010 - mypy
-    return after_a_death(CompressedAllToAll(), torch.ones(ranks, 4))
+        setattr(stages.Exchange, "_first", last)  # noqa: B010 - mypy
+    return after_a_death(CompressedAllToAll(), noise(rank, ranks, 2000))
+
+
+def noise(rank: int, ranks: int, rows: int) -> torch.Tensor:
+    """Return rows that do not shrink: 2,000 for a rank are a long message."""
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(ranks * rows, 64, generator=generator)
 
 
 def after_a_death(exchange: CompressedAllToAll, t: torch.Tensor) -> dict[str, Any]:
@@ -320,22 +400,22 @@ def after_a_death(exchange: CompressedAllToAll, t: torch.Tensor) -> dict[str, An
 
 
 def dead_in_payload(rank: int, ranks: int) -> dict[str, Any] | None:
-    """The last rank ends while its messages of megabytes cross."""
-    generator = torch.Generator().manual_seed(rank)
-    t = torch.randn(ranks * 20_000, 64, generator=generator)
+    """The last rank ends while its message of tens of megabytes crosses."""
     if rank == ranks - 1:
-        of_torch = dist.all_to_all_single
+        of_pairs = Pairs.cross
 
-        def last(output: Any, given: Any, *args: Any, **options: Any) -> Any:
-            if given.dtype == torch.uint8:
-                time.sleep(0.5)  # the other one has read the sizes
-                of_torch(output, given, *args, **(options | {"async_op": True}))
-                os._exit(1)
-            return of_torch(output, given, *args, **options)
+        def last(self: Pairs, sent: Any) -> None:
+            if max(map(len, sent.values())) <= SHORT_BYTES:
+                return of_pairs(self, sent)
+            time.sleep(0.5)  # the other one has read the sizes
+            for to, data in sent.items():
+                self._group.send([data], to, self._tag)
+            os._exit(1)
 
-        setattr(dist, "all_to_all_single", last)  # noqa: B010 - mypy
-    # What is under way when a rank ends lasts to the timeout.
-    return after_a_death(CompressedAllToAll(dist.new_group(timeout=timedelta(seconds=3))), t)
+        setattr(Pairs, "cross", last)  # noqa: B010 - mypy
+    # What is under way when a rank ends may last to the timeout.
+    of_seconds = dist.new_group(timeout=timedelta(seconds=3))
+    return after_a_death(CompressedAllToAll(of_seconds), noise(rank, ranks, 150_000))
 
 
 def dead_in_backward(rank: int, ranks: int) -> dict[str, Any] | None:
@@ -410,6 +490,9 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
         bounded,
         asynchronous,
         subgroup,
+        short_and_long,
+        few_rows,
+        longer_buffers,
         gradients,
         disagreement,
         dead,

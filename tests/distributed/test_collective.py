@@ -21,6 +21,7 @@ from tests.distributed.ranks import run_checks, run_ranks
 two_and_three = pytest.mark.parametrize("ranks", [2, 3])
 CHECKS = (
     *("lossless", "bounded", "subgroup", "asynchronous", "gradients", "disagreement"),
+    *("short_and_long", "few_rows", "longer_buffers"),
     "as_on_a_gpu_too",
 )
 
@@ -57,7 +58,9 @@ def test_rows_that_are_coded_where_they_are(
 
 
 @two_and_three
-@pytest.mark.parametrize("check", ["lossless", "bounded", "subgroup"])
+@pytest.mark.parametrize(
+    "check", ["lossless", "bounded", "subgroup", "short_and_long", "few_rows", "longer_buffers"]
+)
 def test_what_comes_is_what_torch_delivers(
     check: str, ranks: int, seen_by: dict[int, Seen]
 ) -> None:
@@ -98,6 +101,7 @@ def test_ranks_that_disagree_all_raise_and_go_on(ranks: int, seen_by: dict[int, 
         "rows": ("4 rows expected, 6 are sent", "6 rows sent, 4 are expected"),
         "row": ("2 elements a row, here they are 3", "3 elements a row, here they are 2"),
         "dtype": ("dtype float32, here it is float64", "dtype float64, here it is float32"),
+        "version": ("version 3 of the wire, here it is 2", "version 2 of the wire, here it is 3"),
     }
     for found in by_both(ranks, "disagreement", seen_by):
         for what, (first, second) in reasons.items():
@@ -201,7 +205,7 @@ def test_terms_are_the_same_on_both_sides_or_say_where_they_differ() -> None:
     assert lower.check() == higher.check() and lower.numbers() == higher.numbers()
     names = ["users", "items"]
     others = {
-        "version 3 of the wire, here it is 2": Terms(higher.tables, False, version=3),
+        "version 2 of the wire, here it is 3": Terms(higher.tables, False, version=2),
         "1 tables, here they are 2": Terms(higher.tables[:1], False),
         "table users: dtype bfloat16, here it is float32": _with(higher, 0, (1, 8, 5, 4)),
         "table users: 9 elements a row, here they are 8": _with(higher, 0, (0, 9, 5, 4)),

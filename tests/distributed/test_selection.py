@@ -152,6 +152,14 @@ def test_rows_are_written_as_is_fastest_on_the_link(monkeypatch):
     assert chosen_at(2e8) == "codes"
 
 
+def test_short_messages_are_predicted_to_cross_with_their_descriptors():
+    record = WayRecord(1, 4e6, 1000.0, 0.0, 0.0)
+    together, _, raw = record.predicted(SLOW, 1, 1, 1000)
+    apart, _, _ = record.predicted(SLOW, 1, 1, 999)
+    assert together == SLOW.seconds(1008) and apart == SLOW.seconds(8) + SLOW.seconds(1000)
+    assert raw == SLOW.seconds(4e6)
+
+
 def decided(*records: tuple[NetworkModel, WayRecord], pieces: int = 1, begin: str = "") -> str:
     decision = Decision(ways=1, pieces=pieces)
     decision.modes = [begin or decision.modes[0]]

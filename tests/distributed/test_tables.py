@@ -17,6 +17,7 @@ OF_TWO = (
     "decisions",
     "timeout",
     "threads",
+    "broken_encoding",
     "wrong_tables",
 )
 
@@ -108,6 +109,12 @@ def test_a_second_thread_is_refused(seen_by: dict[int, Seen]) -> None:
     for seen in seen_by[2]["threads"]:
         assert "another thread is in a call of this object" in seen["refused"]
         assert seen["later"] == "no error"
+
+
+def test_a_rank_that_cannot_encode_raises_from_there_on(seen_by: dict[int, Seen]) -> None:
+    for seen in seen_by[2]["broken_encoding"]:
+        assert seen["first"] == "none left"
+        assert seen["later"].startswith("ExchangeError: an earlier exchange failed: encoding: Mem")
 
 
 WRONG = {

@@ -58,7 +58,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 
 import torch
@@ -142,14 +142,12 @@ class BodyHeader:
         """Return what these bytes begin with, None where they are too few or nothing written."""
         if len(data) < BODY_HEADER_BYTES or data[0] not in _CODINGS or data[1] not in _REFERENCES:
             return None
-        _, _, *numbers = _BODY.unpack_from(data)
-        found = cls(RowCoding(data[0]), References(data[1]), *numbers)
-        if found.coding not in WITH_CODES:
-            return found
-        if len(data) < found.nbytes:
-            return None
-        outliers, step, least, symbols = _CODES.unpack_from(data, BODY_HEADER_BYTES)
-        return replace(found, outliers=outliers, step=step, least=least, symbols=symbols)
+        coding, references, *numbers = _BODY.unpack_from(data)
+        if coding in WITH_CODES:
+            if len(data) < BODY_HEADER_BYTES + CODE_HEADER_BYTES:
+                return None
+            numbers += _CODES.unpack_from(data, BODY_HEADER_BYTES)
+        return cls(RowCoding(coding), References(references), *numbers)
 
 
 #: Codings whose elements have codes.

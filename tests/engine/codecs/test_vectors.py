@@ -205,6 +205,16 @@ def test_the_range_is_that_of_finite_elements():
     assert finite_range(t) == (-2.0, 5.0)
     assert finite_range(t[:1]) == (math.inf, -math.inf)
     assert finite_range(t.bfloat16()) == (-2.0, 5.0)
+    assert finite_range(torch.empty(0)) == (math.inf, -math.inf)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("values", [(-3.0, -0.5), (0.25, 8.0), (-0.0, 0.0), (-1e-40, 1e-40)])
+def test_the_range_is_that_of_any_signs(dtype, values):
+    odd = [-math.inf, math.nan, -math.nan, math.inf]
+    t = torch.tensor([*odd, *values[::-1], *odd, *values]).to(dtype)
+    expected = tuple(torch.tensor(values).to(dtype).tolist())
+    assert finite_range(t) == expected
 
 
 def test_noise_is_kept_raw():

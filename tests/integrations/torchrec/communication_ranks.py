@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -29,14 +30,14 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import PoolingType
 
 from bitslab import CorruptedDataError
-from bitslab.distributed import AdaptiveBound, ErrorBound, stepwise
+from bitslab.distributed import AdaptiveBound, ErrorBound, all_to_all_single, stepwise
 from bitslab.integrations.torchrec import (
     CommunicationReport,
     compress_communication,
     restore_communication,
 )
 from tests.integrations.torchrec import ranks, torchrec_suite
-from tests.integrations.torchrec.batches import VALUES, bag_configs, batch, joined
+from tests.integrations.torchrec.batches import VALUES, bag_configs, batch, configs, joined
 from tests.integrations.torchrec.communication_pairs import (
     PLANS,
     STEPS,
@@ -88,6 +89,28 @@ def bit_equal_without_sums(plan: str) -> None:
     assert all(torch.equal(gather(states[0][key]), gather(states[1][key])) for key in states[0])
     assert report.compressed and restore_communication(compressed) == ["tables"]
     assert not any(lookup._forward_hooks for lookup in compressed.module["tables"]._lookups)
+
+
+def all_messages_by_the_function(plan: str, **options: Any) -> None:
+    """TorchRec's own features, rows and gradients by `all_to_all_single` in torch's place."""
+    plain, plugged = (sharded(PLANS[plan], **options) for _ in range(2))
+    calls = []
+
+    def compressed(*arguments: Any, **given: Any) -> Any:
+        calls.append(given)
+        return all_to_all_single(*arguments, **given, codec="compressed")
+
+    for seed in range(STEPS):
+        features = features_of(seed, uneven=2)
+        exact = looked_up(plain, features)
+        exact.sum().backward()
+        with mock.patch.object(dist, "all_to_all_single", compressed):
+            found = looked_up(plugged, features)
+            found.sum().backward()
+        assert torch.equal(found, exact)
+    states = [m.state_dict() for m in (plain, plugged)]
+    assert all(torch.equal(gather(states[0][key]), gather(states[1][key])) for key in states[0])
+    assert len(calls) >= 4 * STEPS and any(given.get("async_op") for given in calls)
 
 
 def repeated_rows_cross_once() -> None:
@@ -144,6 +167,32 @@ def a_bound_for_each_table() -> None:
     assert facts["tables.row_wise"]["tables"] == ["t1"]
     assert "no table 'x'" in refusal(compress_communication, pair.plain, {"x": 0.1})
     assert "t1: every bit" not in str(pair.report) and "ErrorBound" in str(pair.report)
+
+
+def a_bound_for_each_table_of_sequences(plan: str) -> None:
+    """Tables of a sequence collection have bounds and classes of their own."""
+    bounds = {"t1": ErrorBound(0.2, "absolute"), "t3": 0.01}
+    pair = Pair(plan, bounds, sequences=True)
+    owner = {key: config.name for config in configs() for key in config.feature_names}
+    seen = dict.fromkeys(bounds, 0.0)
+    for seed in range(STEPS):
+        features = features_of(seed, uneven=2)
+        outs = [m.module["tables"](features).wait() for m in (pair.plain, pair.compressed)]
+        for key, exact in outs[0].items():
+            error = float((outs[1][key].values() - exact.values()).abs().max())
+            table = key.partition("@")[2] or owner[key]  # of a feature of two tables
+            assert error <= {"t1": 0.2, "t3": 0.01 * 12}.get(table, 0.0), (key, error)
+            if table in seen:
+                seen[table] = max(seen[table], error)
+        for out in outs:
+            torch.cat([t.values() for t in out.values()]).sum().backward()
+    of_all = torch.tensor(list(seen.values()))  # a rank's own rows are copied
+    dist.all_reduce(of_all, dist.ReduceOp.MAX)
+    assert bool((of_all > 0).all()), seen
+    adaptive = Pair(plan, AdaptiveBound(schedule=None), sequences=True)
+    looked_up(adaptive.compressed, features_of(0))
+    (stats,) = adaptive.report.stats().values()
+    assert len(stats["tables"]) >= len(set(owner.values()))
 
 
 def classes_of_tables_are_found() -> None:
@@ -484,9 +533,13 @@ for _plan in ("table_wise", "column_wise", "row_wise"):
     check(f"by_feature-{_plan}", batches_that_differ_by_feature, _plan)
     check(f"bounded-{_plan}", bounded, _plan, ErrorBound(0.25, "absolute"), 0.25)
     check(f"relative-{_plan}", bounded, _plan, 0.02, 0.02 * 10)
+for _plan in ("table_wise", "row_wise", "columns", "one_rank"):
+    check(f"bounds-sequences-{_plan}", a_bound_for_each_table_of_sequences, _plan)
 check("bounded-sequences", bounded, "table_wise", ErrorBound(0.25, "absolute"), 0.25, **SEQUENCES)
 for _name in torchrec_suite.SUITE if FULL else torchrec_suite.FEW:
     check(f"suite-{_name}", torchrec_suite.check, _name)
+for _plan, _options in (("table_wise", {}), ("columns", SEQUENCES)):
+    check(f"by_function-{_plan}", all_messages_by_the_function, _plan, **_options)
 for _function in (
     repeated_rows_cross_once,
     rows_of_others_cost_nothing_row_wise,

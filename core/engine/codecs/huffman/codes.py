@@ -42,14 +42,8 @@ def code_lengths(counts: npt.ArrayLike, limit: int) -> npt.NDArray[np.uint8]:
         For counts that are not such integers, and a limit that is out of range or leaves too few
         codes for the symbols.
     """
-    counted, used = _used(counts, limit)
-    lengths = np.zeros(len(counted), np.uint8)
-    if len(used) < 2:
-        lengths[used] = 1
-        return lengths
-    # Rarest first; of equal counts the last symbol first, so that it gets the longer code.
-    order = used[::-1][np.argsort(counted[used[::-1]], kind="stable")]
-    lengths[order] = call(merging().limited_lengths, counted[order], limit)
+    counted, _ = _used(counts, limit)
+    lengths: npt.NDArray[np.uint8] = call(merging().lengths_of_code, counted, limit)
     return lengths
 
 

@@ -140,21 +140,26 @@ def _distinct(reader: Reader, header: BodyHeader, dtype: torch.dtype, elements: 
     if len(places) and (int(places[-1]) >= elements or (places[1:] <= places[:-1]).any()):
         raise damaged("the place of an outlier is out of range")
     if header.coding is RowCoding.HUFFMAN:
-        symbols, count = reader.stream(elements, header.symbols), header.symbols
+        values = values_of(header.least, header.symbols, header.step, dtype)
+        kept = reader.stream(elements, header.symbols, values)
     else:
-        symbols, count = reader.fields(elements, header.code_bits), 1 << header.code_bits
-    kept = np.empty(elements, unsigned)
-    values = values_of(header.least, count, header.step, dtype)
-    kernel = code_streams().values_of_symbols
-    given = (symbols, values, kept)
-    if not all(run_ranges(lambda b, e: call(kernel, *given, b, e), elements, size)):
-        raise damaged("a code has no value")
+        fields = reader.fields(elements, header.code_bits)
+        kept = np.empty(elements, unsigned)
+        values = values_of(header.least, 1 << header.code_bits, header.step, dtype)
+        kernel = code_streams().values_of_symbols
+        given = (fields, values, kept)
+        if not all(run_ranges(lambda b, e: call(kernel, *given, b, e), elements, size)):
+            raise damaged("a code has no value")
     kept[places] = bits
     return kept
 
 
 def values_of(least: int, count: int, step: float, dtype: torch.dtype) -> Array:
     """Return the bits of the values of `count` codes from the least one on."""
+    if dtype == torch.float32:
+        with np.errstate(over="ignore"):  # of a damaged step
+            exact = np.arange(least, least + count, dtype=np.float32) * np.float32(step)
+        return exact.view(np.uint32)
     codes = torch.arange(least, least + count, dtype=torch.float32)
     values = (codes * torch.tensor(step, dtype=torch.float32)).to(dtype)
     return np.asarray(flat_bytes(values).numpy().view(_UNSIGNED[dtype.itemsize]))

@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 
 from ....dtypes import element_bytes, flat_bytes
 from ...kernels.cpu.compiling import call
-from ...kernels.cpu.loading import equal_rows
-from ...kernels.cpu.threads import run_ranges
-from ...kernels.format import ceil_div
+from ...kernels.cpu.loading import equal_rows, vector_bodies
+from ...kernels.cpu.threads import run_ranges, threads_of
 from ...kernels.vector_format import (
     BYTE_SYMBOLS,
+    CODE_LIMIT_BITS,
     KINDS,
     MOST_SYMBOLS,
-    NO_CODE,
     BodyHeader,
     References,
     RowCoding,
     book_words,
     byte_words,
     field_words,
+    pieces_of,
     raw_body_bytes,
     row_elements,
     step_of,
 )
 from .streams import Array, Book, count, packed_fields
 
+#: By the bytes of an element: its bits as unsigned and signed integers.
 _UNITS = {2: np.uint16, 4: np.uint32}
+_SIGNED: dict[int, Any] = {2: np.int16, 4: np.int32}
+#: Of a dtype, the bits of its exponent.
+_EXPONENTS = {torch.float32: 0x7F800000, torch.float16: 0x7C00, torch.bfloat16: 0x7F80}
 
 
 @dataclass(frozen=True)
@@ -39,21 +45,16 @@ class Equal:
     Parameters
     ----------
     literals : numpy.ndarray
-        int32 ``[distinct]``: the rows that do not.
+        int32: the rows that do not, as many as the header says.
     header : BodyHeader
         With the fields of the references.
-    sections : list of numpy.ndarray
+    section : numpy.ndarray
         The references, uint32.
     """
 
     literals: Array
     header: BodyHeader
-    sections: list[Array]
-
-    @property
-    def words(self) -> int:
-        """Words of the references."""
-        return sum(map(len, self.sections))
+    section: Array
 
 
 def finite_range(t: torch.Tensor) -> tuple[float, float]:
@@ -64,16 +65,23 @@ def finite_range(t: torch.Tensor) -> tuple[float, float]:
     t : torch.Tensor
         float32, float16 or bfloat16, of any shape.
     """
-    x, kind = _bits(t), KINDS[t.dtype]
-    kernel = equal_rows().finite_range
+    signed = _SIGNED[t.dtype.itemsize]
+    x, highest = flat_bytes(t).numpy().view(signed), (1 << 8 * t.dtype.itemsize - 1) - 1
+    given = (x, signed(_EXPONENTS[t.dtype]), signed(highest))
+    kernel = equal_rows().finite_keys
 
     def work(begin: int, end: int) -> Array:
-        found = np.empty(2, np.float32)
-        call(kernel, x, kind, found, begin, end)
+        found = np.empty(2, signed)
+        call(kernel, *given, found, begin, end)
         return found
 
-    found = np.stack(run_ranges(work, len(x), x.itemsize))
-    return float(found[:, 0].min()), float(found[:, 1].max())
+    found = run_ranges(work, len(x), x.itemsize)
+    least, largest = min(int(f[0]) for f in found), max(int(f[1]) for f in found)
+    if least > largest:
+        return math.inf, -math.inf
+    bits = np.array([equal_rows().key_of(key, highest) for key in (least, largest)], signed)
+    low, high = torch.from_numpy(bits).view(t.dtype).tolist()
+    return low, high
 
 
 def encode_body(
@@ -131,44 +139,46 @@ def _bounded(
 ) -> tuple[BodyHeader, list[Array]] | None:
     """Return header and sections of codes, None where too few elements have one."""
     x, kind = _bits(t), KINDS[t.dtype]
+    kernels = vector_bodies()
     codes = np.empty(len(x), np.int16)
-    kernel = equal_rows().quantise
-    given = (x, kind, np.float32(step), np.float32(1 / np.float32(step)), bound, codes)
+    by_row = codes.reshape(rows, row)
+    units = _wide(codes, rows, 2 * row)
+    hashes = np.empty(rows if _looks_for_equal(rows, window) else 0, np.uint64)
+    given = (x, kind, np.float32(step), np.float32(1 / np.float32(step)), bound, codes, units)
 
     def work(begin: int, end: int) -> Array:
         found = np.zeros(3, np.int64)
-        call(kernel, *given, found, begin, end)
+        call(kernels.code_rows, *given, hashes, found, begin, end)
         return found
 
-    found = np.stack(run_ranges(work, len(x), x.itemsize))
-    least, largest = int(found[:, 0].min()), int(found[:, 1].max())
-    outliers = int(found[:, 2].sum())
+    parts = run_ranges(work, rows, x.itemsize * row)
+    found = parts[0] if len(parts) == 1 else np.stack(parts)
+    if len(parts) > 1:
+        found = np.array([found[:, 0].min(), found[:, 1].max(), found[:, 2].sum()])
+    least, largest, outliers = found.tolist()
     if least > largest or outliers * (4 + x.itemsize) >= t.nbytes:
         return None
-    symbols = largest - least + 1
-    by_row = codes.reshape(rows, row)
     marks = np.zeros(rows, np.uint8)
     if outliers:
-        mark = equal_rows().rows_with_outliers
-        run_ranges(lambda b, e: call(mark, by_row, marks, b, e), rows, codes.itemsize * row)
+        call(kernels.mark_outliers, by_row, marks)
     # Two bits for each code: fewer are rare.
-    equal = _find_equal(by_row, marks, window, 2 * row)
-    kept = _rows_of(by_row, equal.literals).reshape(-1)
-    sections: list[Array] = []
+    equal = _find_equal(units, hashes, marks, window, 2 * row)
+    kept = _rows_of(units, equal).view(np.int16)
+    sections = [equal.section]
     if outliers:
-        places = np.flatnonzero(kept == NO_CODE)
-        bits = _rows_of(x.reshape(rows, row), equal.literals).reshape(-1)[places]
-        sections = [places.astype(np.uint32), _words_of(bits)]
-        kept = np.where(kept == NO_CODE, np.int16(least), kept)
-    width = (symbols - 1).bit_length()
-    fixed = field_words(len(kept), width)
-    book = Book.of(count(kept, least, symbols)) if symbols <= MOST_SYMBOLS else None
-    if book is not None and book.words(len(kept)) < fixed:
-        sections += book.write(kept, least)
-        coding, width = RowCoding.HUFFMAN, 0
+        places, bits = np.empty(outliers, np.uint32), np.empty(outliers, x.dtype)
+        values = _rows_of(x.reshape(rows, row), equal)
+        call(kernels.put_outliers, kept, values, least, places, bits)
+        sections += [places, _words_of(bits)]
+    symbols = largest - least + 1
+    if threads_of(len(kept), kept.itemsize) > 1:
+        coding, width, symbols, written = _codes_by_threads(kept, least, symbols)
     else:
-        sections.append(packed_fields(kept, least, width))
-        coding, symbols = RowCoding.FIXED, 0
+        facts = np.empty(3, np.int64)
+        out = np.empty(_most_words(len(kept)), np.uint32)
+        used = call(kernels.put_codes, kept, least, symbols, facts, out)
+        number, width, symbols = facts.tolist()
+        coding, written = RowCoding(number), [out[:used]]
     header = replace(
         equal.header,
         coding=coding,
@@ -178,7 +188,18 @@ def _bounded(
         least=least,
         symbols=symbols,
     )
-    return header, [*equal.sections, *sections]
+    return header, [*sections, *written]
+
+
+def _codes_by_threads(
+    kept: Array, least: int, symbols: int
+) -> tuple[RowCoding, int, int, list[Array]]:
+    """Do what `put_codes` does by several threads."""
+    width = (symbols - 1).bit_length()
+    book = Book.of(count(kept, least, symbols)) if symbols <= MOST_SYMBOLS else None
+    if book is not None and book.words(len(kept)) < field_words(len(kept), width):
+        return RowCoding.HUFFMAN, 0, symbols, book.write(kept, least)
+    return RowCoding.FIXED, width, 0, [packed_fields(kept, least, width)]
 
 
 def _every_bit(
@@ -186,27 +207,59 @@ def _every_bit(
 ) -> tuple[BodyHeader, list[Array]]:
     """Return header and sections of rows whose every bit is kept."""
     row_bytes = len(data) // rows
-    unit = next(n for n in (8, 4, 1) if row_bytes % n == 0)
+    units = _wide(data, rows, row_bytes)
+    hashes = np.empty(rows if _looks_for_equal(rows, window) else 0, np.uint64)
+    if len(hashes):
+        hash_rows = equal_rows().hash_rows
+        run_ranges(lambda b, e: call(hash_rows, units, hashes, b, e), rows, row_bytes)
+    equal = _find_equal(units, hashes, np.zeros(rows, np.uint8), window, 4 * row_bytes)
+    kept = _rows_of(units, equal).view(np.uint8)
+    elements = kept.reshape(-1, element_bytes(t.dtype))
+    n, width = elements.shape
+    header = replace(equal.header, coding=RowCoding.SPLIT)
+    if threads_of(n, width) > 1:
+        last = elements[:, -1].astype(np.int16)
+        book = Book.of(count(last, 0, BYTE_SYMBOLS))
+        if book.words(n) + byte_words(n * (width - 1)) < byte_words(len(kept)):
+            others = _words_of(np.ascontiguousarray(elements[:, :-1]))
+            return header, [equal.section, *book.write(last, 0), others]
+    else:
+        facts = np.empty(1, np.int64)
+        out = np.empty(_most_words(n) + byte_words(n * (width - 1)), np.uint32)
+        used = call(vector_bodies().put_bytes, elements, byte_words(len(kept)), facts, out)
+        if used:
+            return header, [equal.section, out[:used]]
+    return equal.header, [equal.section, _words_of(kept)]
+
+
+def _most_words(codes: int) -> int:
+    """Return the words that codes take at most, book and sizes of pieces included."""
+    widest = max(16, CODE_LIMIT_BITS)
+    return book_words(MOST_SYMBOLS) + 2 * pieces_of(codes) + field_words(codes, widest)
+
+
+def _wide(data: Array, rows: int, row_bytes: int) -> Array:
+    """Return rows ``[rows, units]`` of the widest units that they have."""
+    unit = next(n for n in (8, 4, 2, 1) if row_bytes % n == 0)
     # Memory that begins anywhere, such as a part of a larger tensor's.
     whole = data if data.ctypes.data % unit == 0 else data.copy()
-    by_row = whole.view({8: np.uint64, 4: np.uint32, 1: np.uint8}[unit]).reshape(rows, -1)
-    equal = _find_equal(by_row, np.zeros(rows, np.uint8), window, 4 * row_bytes)
-    kept = _rows_of(by_row, equal.literals).reshape(-1).view(np.uint8)
-    width = element_bytes(t.dtype)
-    elements = kept.reshape(-1, width)
-    last = elements[:, -1].astype(np.int16)
-    book = Book.of(count(last, 0, BYTE_SYMBOLS))
-    others = byte_words(len(last) * (width - 1))
-    if book.words(len(last)) + others < byte_words(len(kept)):
-        sections = [*book.write(last, 0), _words_of(np.ascontiguousarray(elements[:, :-1]))]
-        header = replace(equal.header, coding=RowCoding.SPLIT)
-    else:
-        sections, header = [_words_of(kept)], equal.header
-    return header, [*equal.sections, *sections]
+    return whole.view(_WIDE[unit]).reshape(rows, -1)
 
 
-def _rows_of(rows: Array, literals: Array) -> Array:
-    return rows if len(literals) == len(rows) else rows[literals]
+_WIDE = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def _looks_for_equal(rows: int, window: int | None) -> bool:
+    return rows > 1 and window != -1
+
+
+def _rows_of(rows: Array, equal: Equal) -> Array:
+    """Return the distinct ones of rows ``[rows, units]``, one after the other."""
+    distinct = equal.header.distinct_rows
+    if distinct == len(rows):
+        return rows.reshape(-1)
+    kept: Array = call(vector_bodies().kept_rows, rows, equal.literals, distinct)
+    return kept
 
 
 def _words_of(given: Array) -> Array:
@@ -217,52 +270,21 @@ def _words_of(given: Array) -> Array:
     return out.view(np.uint32)
 
 
-def _find_equal(rows: Array, marks: Array, window: int | None, row_bits: int) -> Equal:
+def _find_equal(
+    units: Array, hashes: Array, marks: Array, window: int | None, row_bits: int
+) -> Equal:
     """Find equal rows of units ``[rows, units]``.
 
     A `window` of -1: do not look. `row_bits` are what a row takes that is none, about.
     """
-    n = len(rows)
-    none = Equal(np.arange(n, dtype=np.int32), BodyHeader(distinct_rows=n), [])
-    if n < 2 or window == -1:
-        return none
-    kernels = equal_rows()
-    row_bytes = rows.shape[1] * rows.itemsize
-    hashed, unit = rows, next(u for u in (8, 4, 2, 1) if row_bytes % u == 0)
-    if unit > rows.itemsize and rows.ctypes.data % unit == 0:
-        hashed = rows.reshape(-1).view({8: np.uint64, 4: np.uint32, 2: np.int16}[unit])
-        hashed = hashed.reshape(n, -1)
-    hashes = np.empty(n, np.uint64)
-    hash_rows = kernels.hash_rows
-    run_ranges(lambda b, e: call(hash_rows, hashed, hashes, b, e), n, row_bytes)
-    slots = np.full(1 << (2 * n - 1).bit_length(), -1, np.int32)
-    places, literals = np.empty(n, np.int32), np.empty(n, np.int32)
-    given = (hashed, hashes, marks, window or 0, slots, places, literals)
-    distinct = int(call(kernels.find_references, *given))
-    if distinct == n:
-        return none
-    literals = literals[:distinct].copy()
-    found = _write_references(places, literals, n, window)
-    return found if 32 * found.words < (n - distinct) * row_bits else none
-
-
-def _write_references(places: Array, literals: Array, n: int, window: int | None) -> Equal:
-    """Return the shortest form of references."""
-    distinct = len(literals)
-    referring = np.ones(n, np.uint8)
-    referring[literals] = 0
-    fields = places[referring.view(bool)]
-    bitmap = _words_of(np.packbits(referring, bitorder="little"))
-    if window:
-        width, least, kind = (window - 1).bit_length(), 1, References.WINDOW
-    else:
-        width, least, kind = (distinct - 1).bit_length(), 0, References.INDEX
-    header = BodyHeader(references=kind, index_bits=width, distinct_rows=distinct)
-    most = len(bitmap) + field_words(len(fields), width)
-    # No code of less than a bit.
-    if not window and distinct <= MOST_SYMBOLS and book_words(distinct) + ceil_div(n, 32) <= most:
-        book = Book.of(count(places, 0, distinct))
-        if book.words(n) < most:
-            coded = replace(header, references=References.CODED, index_bits=0)
-            return Equal(literals, coded, book.write(places, 0))
-    return Equal(literals, header, [bitmap, packed_fields(fields, least, width)])
+    n = len(units)
+    nothing = np.empty(0, np.uint32)
+    if not len(hashes):
+        return Equal(np.empty(0, np.int32), BodyHeader(distinct_rows=n), nothing)
+    literals, facts = np.empty(n, np.int32), np.empty(3, np.int64)
+    out = np.empty(_most_words(2 * n), np.uint32)  # fields are of 32 bits at most
+    given = (units, hashes, marks, window or 0, row_bits, literals, facts, out)
+    used = call(vector_bodies().put_references, *given)
+    kind, width, distinct = facts.tolist()
+    header = BodyHeader(references=References(kind), index_bits=width, distinct_rows=distinct)
+    return Equal(literals, header, out[:used] if used else nothing)

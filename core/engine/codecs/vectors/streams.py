@@ -151,8 +151,16 @@ class Reader:
         """Return the next fields ``[count]`` of `width` bits."""
         return unpacked_fields(self.bytes(4 * field_words(count, width)), count, width, dtype)
 
-    def stream(self, count: int, symbols: int) -> Array:
-        """Return the symbols, uint16 ``[count]``, of a book and a stream."""
+    def stream(self, count: int, symbols: int, values: Array | None = None) -> Array:
+        """Return what the symbols of a book and a stream stand for ``[count]``.
+
+        Parameters
+        ----------
+        count, symbols : int
+            Codes of the stream, and symbols of the book.
+        values : numpy.ndarray, optional
+            ``[symbols]``: of each symbol; left out: the symbols themselves, uint16.
+        """
         lengths = self.fields(symbols, LENGTH_BITS, np.uint8)
         lookup = np.empty(1 << CODE_LIMIT_BITS, np.uint16)
         if not call(code_streams().fill_lookup, lengths, lookup):
@@ -162,9 +170,10 @@ class Reader:
         starts = np.zeros(pieces + 1, np.int64)
         np.cumsum(sizes[:pieces], out=starts[1:])
         words = self.words(int(starts[-1]))
-        out = np.zeros(count, np.uint16)
+        of_symbols = np.arange(symbols, dtype=np.uint16) if values is None else values
+        out = np.empty(count, of_symbols.dtype)
         kernel = code_streams().read_pieces
-        given = (words, starts, lookup, out)
+        given = (words, starts, lookup, of_symbols, out)
         sound = run_ranges(lambda b, e: call(kernel, *given, b, e), pieces, 2 * PIECE_CODES)
         if not all(sound):
             raise damaged("a stream does not end where it should")

@@ -24,8 +24,19 @@ ENTRY_MASK = np.uint64(15)
 @njit(nogil=True, cache=True)
 def count_codes(codes, least, counts, begin, end):
     """Add to ``counts``, int64, how often each symbol stands in begin..end."""
-    for i in range(begin, end):
-        counts[np.int64(codes[i]) - least] += 1
+    # Equal codes follow each other, and would each wait for the sum of the one before.
+    parts = np.zeros((4, len(counts)), np.int64)
+    whole = begin + ((end - begin) & ~3)
+    for i in range(begin, whole, 4):
+        parts[0, np.int64(codes[i]) - least] += 1
+        parts[1, np.int64(codes[i + 1]) - least] += 1
+        parts[2, np.int64(codes[i + 2]) - least] += 1
+        parts[3, np.int64(codes[i + 3]) - least] += 1
+    for i in range(whole, end):
+        parts[0, np.int64(codes[i]) - least] += 1
+    for symbol in range(len(counts)):
+        for part in range(4):
+            counts[symbol] += parts[part, symbol]
 
 
 @njit(nogil=True, cache=True)
@@ -101,54 +112,125 @@ def measure_pieces(codes, least, table, words, begin, end):
 
 
 @njit(nogil=True, cache=True)
-def write_pieces(codes, least, table, starts, out, begin, end):
-    """Write the pieces begin..end to their words."""
-    for piece in range(begin, end):
-        at = starts[piece]
-        held, bits = np.uint64(0), np.uint64(0)
-        for i in range(piece * PIECE_CODES, min(len(codes), (piece + 1) * PIECE_CODES)):
-            entry = np.uint64(table[np.int64(codes[i]) - least])
-            held |= (entry & CODE_MASK) << bits
-            bits += entry >> LENGTH_AT
-            if bits >= WORD:
-                out[at] = held & WORD_MASK
-                at += 1
-                held >>= WORD
-                bits -= WORD
-        if bits:
+def write_piece(codes, least, table, piece, out, at):
+    """Write a piece to words from a place on; return the place behind it."""
+    held, bits = np.uint64(0), np.uint64(0)
+    for i in range(piece * PIECE_CODES, min(len(codes), (piece + 1) * PIECE_CODES)):
+        entry = np.uint64(table[np.int64(codes[i]) - least])
+        held |= (entry & CODE_MASK) << bits
+        bits += entry >> LENGTH_AT
+        if bits >= WORD:
             out[at] = held & WORD_MASK
+            at += 1
+            held >>= WORD
+            bits -= WORD
+    if bits:
+        out[at] = held & WORD_MASK
+        at += 1
+    return at
 
 
 @njit(nogil=True, cache=True)
-def read_pieces(stream, starts, lookup, symbols, begin, end):
-    """Write the symbols of the pieces begin..end; return whether their codes end where they do.
+def write_pieces(codes, least, table, starts, out, begin, end):
+    """Write the pieces begin..end to their words."""
+    for piece in range(begin, end):
+        write_piece(codes, least, table, piece, out, starts[piece])
+
+
+@njit(nogil=True, cache=True)
+def write_stream(codes, least, table, sizes, out):
+    """Write all pieces one after the other, their words to ``sizes``; return all words."""
+    at = 0
+    for piece in range((len(codes) + PIECE_CODES - 1) // PIECE_CODES):
+        behind = write_piece(codes, least, table, piece, out, at)
+        sizes[piece] = behind - at
+        at = behind
+    return at
+
+
+@njit(nogil=True, cache=True)
+def read_pieces(stream, starts, lookup, values, out, begin, end):
+    """Write what the symbols of the pieces begin..end stand for; return whether all are sound.
 
     ``lookup`` has for each CODE_LIMIT_BITS bits, uint16, the symbol and the length of its code, 0
-    where there is none.
+    where there is none; ``values`` has one of each symbol.
     """
     sound = True
-    for piece in range(begin, end):
-        at, last = starts[piece], starts[piece + 1]
-        room = np.int64(32) * (last - at)
-        held, bits, used = np.uint64(0), np.uint64(0), np.int64(0)
-        for i in range(piece * PIECE_CODES, min(len(symbols), (piece + 1) * PIECE_CODES)):
-            if bits < WORD:
-                if at < last:
-                    held |= np.uint64(stream[at]) << bits
-                    at += 1
-                bits += WORD
-            entry = np.uint64(lookup[held & WINDOW_MASK])
-            length = entry & ENTRY_MASK
-            if length == np.uint64(0):
-                sound = False
-                break
-            symbols[i] = entry >> ENTRY_BITS
-            held >>= length
-            bits -= length
-            used += np.int64(length)
-        if used > room or room - used >= 32:
+    piece = begin
+    # Where a code begins follows from the one before: two pieces at once hide that wait.
+    while piece + 2 <= end and (piece + 2) * PIECE_CODES <= len(out):
+        if not read_two(stream, starts, lookup, values, out, piece):
+            sound = False
+        piece += 2
+    for last in range(piece, end):
+        if not read_piece(stream, starts, lookup, values, out, last):
             sound = False
     return sound
+
+
+@njit(nogil=True, cache=True)
+def ends_in_last_word(first, at, last, bits):
+    """Return whether codes read up to a place, with so many bits left, end in a piece's last."""
+    room = np.int64(32) * (last - first)
+    used = np.int64(32) * (at - first) - np.int64(bits)
+    return used <= room and room - used < 32
+
+
+@njit(nogil=True, cache=True)
+def read_piece(stream, starts, lookup, values, out, piece):
+    """Write what symbols of a piece stand for; return whether it is sound."""
+    at, last = starts[piece], starts[piece + 1]
+    held, bits = np.uint64(0), np.uint64(0)
+    for i in range(piece * PIECE_CODES, min(len(out), (piece + 1) * PIECE_CODES)):
+        if bits < WORD:
+            if at < last:
+                held |= np.uint64(stream[at]) << bits
+            at += 1
+            bits += WORD
+        entry = np.uint64(lookup[held & WINDOW_MASK])
+        length = entry & ENTRY_MASK
+        if length == np.uint64(0):
+            return False
+        out[i] = values[entry >> ENTRY_BITS]
+        held >>= length
+        bits -= length
+    return ends_in_last_word(starts[piece], at, last, bits)
+
+
+@njit(nogil=True, cache=True)
+def read_two(stream, starts, lookup, values, out, piece):
+    """Write what symbols of two whole pieces stand for; return whether both are sound."""
+    a_at, a_last = starts[piece], starts[piece + 1]
+    b_at, b_last = starts[piece + 1], starts[piece + 2]
+    of_a = out[piece * PIECE_CODES : (piece + 1) * PIECE_CODES]
+    of_b = out[(piece + 1) * PIECE_CODES : (piece + 2) * PIECE_CODES]
+    none = np.uint64(0)
+    a, b, a_bits, b_bits = none, none, none, none
+    for i in range(0, PIECE_CODES, 2):
+        if a_bits < WORD:
+            if a_at < a_last:
+                a |= np.uint64(stream[a_at]) << a_bits
+            a_at += 1
+            a_bits += WORD
+        if b_bits < WORD:
+            if b_at < b_last:
+                b |= np.uint64(stream[b_at]) << b_bits
+            b_at += 1
+            b_bits += WORD
+        for j in range(i, i + 2):  # 32 bits are two codes and more
+            a_entry = np.uint64(lookup[a & WINDOW_MASK])
+            b_entry = np.uint64(lookup[b & WINDOW_MASK])
+            of_a[j], of_b[j] = values[a_entry >> ENTRY_BITS], values[b_entry >> ENTRY_BITS]
+            a_length, b_length = a_entry & ENTRY_MASK, b_entry & ENTRY_MASK
+            if a_length == none or b_length == none:
+                return False
+            a >>= a_length
+            b >>= b_length
+            a_bits -= a_length
+            b_bits -= b_length
+    return ends_in_last_word(starts[piece], a_at, a_last, a_bits) and ends_in_last_word(
+        starts[piece + 1], b_at, b_last, b_bits
+    )
 
 
 @njit(nogil=True, cache=True)
@@ -187,9 +269,9 @@ def read_fields(words, width, out, begin, end):
 @njit(nogil=True, cache=True)
 def values_of_symbols(symbols, values, out, begin, end):
     """Write the value of each of the symbols begin..end; return whether each has one."""
-    most = np.int64(0)
+    most = symbols.dtype.type(0)
     for i in range(begin, end):
-        most = max(most, np.int64(symbols[i]))
+        most = symbols[i] if symbols[i] > most else most
     if most >= len(values):
         return False
     for i in range(begin, end):

@@ -135,6 +135,15 @@ def equal_rows() -> Any:
 
 
 @functools.cache
+def vector_bodies() -> Any:
+    """Load the functions that write the sections of bodies of rows."""
+    load_optional("numba", extra=None, purpose="packing rows on the CPU")
+    from . import vector_bodies
+
+    return vector_bodies
+
+
+@functools.cache
 def code_streams() -> Any:
     """Load the functions of fields and streams of codes."""
     load_optional("numba", extra=None, purpose="packing rows on the CPU")

@@ -59,3 +59,27 @@ def limited_lengths(leaves, limit):
         levels += taken[leaf + 1]
         lengths[leaf] = levels
     return lengths
+
+
+@njit(nogil=True, cache=True)
+def lengths_of_code(counts, limit):
+    """Return the lengths of codes, uint8 ``[symbols]``, of symbols that occur so often, int64.
+
+    Symbols that do not occur get 0, a single one 1. At most ``2 ** limit`` occur.
+    """
+    lengths = np.zeros(len(counts), np.uint8)
+    used = np.empty(len(counts), np.int64)
+    n = 0
+    # The last symbol first: of equal counts it gets the longer code.
+    for symbol in range(len(counts) - 1, -1, -1):
+        if counts[symbol]:
+            used[n] = symbol
+            n += 1
+    if n == 1:
+        lengths[used[0]] = 1
+    if n < 2:
+        return lengths
+    used = used[:n]
+    order = used[np.argsort(counts[used], kind="mergesort")]  # rarest first, stable
+    lengths[order] = limited_lengths(counts[order], limit)
+    return lengths

@@ -59,13 +59,18 @@ def _get_pool(threads: int) -> ThreadPoolExecutor:
         return _pool
 
 
+def threads_of(n_rows: int, bytes_per_row: int) -> int:
+    """Return how many threads `run_ranges` lets work on rows."""
+    return min(torch.get_num_threads(), max(1, 2 * n_rows * bytes_per_row // POOL_BYTES))
+
+
 def run_ranges(work: Callable[[int, int], T], n_rows: int, bytes_per_row: int) -> list[T]:
     """Call ``work(begin, end)`` over ranges that cover ``range(n_rows)`` and return the results.
 
     Ranges start at multiples of 32 rows. As many threads as torch uses take part, one when the
     work is less than a megabyte. The results come in the order of the ranges.
     """
-    threads = min(torch.get_num_threads(), max(1, 2 * n_rows * bytes_per_row // POOL_BYTES))
+    threads = threads_of(n_rows, bytes_per_row)
     if threads <= 1:
         return [work(0, n_rows)]
     step = -(-n_rows // threads)

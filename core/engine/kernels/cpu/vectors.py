@@ -20,7 +20,6 @@ from .floats import (
 )
 from .jit import njit
 
-INFINITY = np.float32(np.inf)
 HASH = np.uint64(0x9E3779B97F4A7C15)
 HIGH = np.uint64(32)
 
@@ -46,16 +45,31 @@ def rounded(value, kind):
 
 
 @njit(nogil=True, cache=True)
-def finite_range(x, kind, found, begin, end):
-    """Write the least and largest finite value of begin..end to ``found``: inf, -inf of none."""
-    least, largest = INFINITY, -INFINITY
-    for i in range(begin, end):
-        value = value_of(x[i], kind)
-        if abs(value) < INFINITY:
-            least = min(least, value)
-            largest = max(largest, value)
-    found[0] = least
-    found[1] = largest
+def finite_keys(x, exponent, highest, found, begin, end):
+    """Write the least and the largest key of the finite values of begin..end to ``found``.
+
+    ``x`` are the bits of values as signed integers; of the same type are ``exponent``, which masks
+    the exponent, ``highest``, the largest integer, and the keys, which `key_of` returns: integers
+    are compared several at once. Without finite values the least key is the largest integer, and
+    the largest the least one.
+    """
+    kind = x.dtype.type
+    sign_at = kind(8 * x.itemsize - 1)
+    lowest = kind(-highest - 1)
+    least, largest = highest, lowest
+    values = x[begin:end]
+    for i in range(values.shape[0]):
+        bits = values[i]
+        key = kind(bits ^ (kind(bits >> sign_at) & highest))
+        finite = kind(bits & highest) < exponent
+        least = min(key if finite else highest, least)
+        largest = max(key if finite else lowest, largest)
+    found[0], found[1] = least, largest
+
+
+def key_of(bits: int, highest: int) -> int:
+    """Return an integer that rises with a float, of its bits as a signed integer; and back."""
+    return bits ^ highest if bits < 0 else bits
 
 
 @njit(nogil=True, cache=True)
@@ -107,16 +121,6 @@ def range_of_codes(codes, found):
     found[0] = least
     found[1] = largest
     found[2] = outliers
-
-
-@njit(nogil=True, cache=True)
-def rows_with_outliers(codes, marks, begin, end):
-    """Mark the rows begin..end that have a NO_CODE."""
-    for i in range(begin, end):
-        for j in range(codes.shape[1]):
-            if codes[i, j] == NO_CODE:
-                marks[i] = 1
-                break
 
 
 @njit(nogil=True, cache=True)
