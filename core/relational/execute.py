@@ -116,12 +116,13 @@ class Machine(Products):
     """
 
     def __init__(self, graph: RelationalGraph, dtype: torch.dtype, compiled: bool = True) -> None:
-        super().__init__(graph, gpu_kernels(graph.device) if compiled else None)
+        kernels = gpu_kernels(graph.device) if compiled else None
+        # What loops over entries: the kernels or the twins, which have the same functions.
+        loops = None if kernels is None else kernels.segments
+        if compiled and graph.device.type == "cpu" and loops is None:
+            loops = segment_sums
+        super().__init__(graph, kernels, loops)
         self.dtype = dtype
-        #: What loops over entries: the twins or the kernels, which have the same functions.
-        self.loops: Any = None if self.kernels is None else self.kernels.segments
-        if compiled and graph.device.type == "cpu" and self.loops is None:
-            self.loops = segment_sums
 
     def run(self, schedule: Schedule, values: dict[int, Any]) -> list[torch.Tensor | None]:
         """Return the results; `values` has what is given, by the id of its step, and is used up."""
