@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from relational_graphs import PYKEEN, real
 from timing import gpu_seconds, markdown, say
 from torch import nn
 from torch_geometric import nn as gnn
@@ -73,7 +74,7 @@ class Clock:
 
 @dataclass
 class Drawn:
-    """A graph of a data set's sizes on the GPU; edges are sorted by relation for plain torch."""
+    """A graph on the GPU, drawn or real; edges are sorted by relation for plain torch."""
 
     name: str
     nodes: int
@@ -89,6 +90,16 @@ class Drawn:
             ("n", f"r{r}", "n"): self.edges[:, low:high]
             for r, (low, high) in enumerate(itertools.pairwise(bounds))
         }
+
+
+def graph_of(name: str) -> Drawn:
+    """Return a graph by name: a data set whose files are found, else one drawn with its sizes."""
+    found = real(name)
+    if found is None:
+        return drawn(name)
+    types, order = torch.sort(found.types.to(DEVICE), stable=True)
+    edges = found.edges.to(DEVICE)[:, order]
+    return Drawn(name, found.nodes, found.relations, edges, types)
 
 
 def drawn(name: str, sizes: tuple[int, int, int, float] | None = None) -> Drawn:
@@ -230,11 +241,12 @@ def layers(arguments: Any, clock: Clock) -> Table:
     """Measure the layers beside PyG's and plain torch: milliseconds, and MiB of peak memory."""
     on = torch.cuda.get_device_name()
     table = Printer(f"Layers on {on}, dims {arguments.dim}, ms (peak MiB)", arguments.json)
-    for name in arguments.graphs or SIZES:
+    small = [name for name in PYKEEN if real(name) is not None]
+    for name in arguments.graphs or [*small, *SIZES]:
         if clock.over():
             say(f"left out: {name} and larger graphs (--seconds-limit)")
             break
-        graph = drawn(name)
+        graph = graph_of(name)
         sizes = (graph.nodes, graph.relations)
         plan = functools.partial(RelationalGraph, graph.edges, graph.types, *sizes)
         plan_ms = 1e3 * wall_seconds(plan)
@@ -294,7 +306,7 @@ def passes(arguments: Any, clock: Clock) -> Table:
         if clock.over():
             say(f"left out: {name} (--seconds-limit)")
             break
-        graph = drawn(name)
+        graph = graph_of(name)
         table.add({"graph": name, "model": "RGCN"} | pass_row(graph, TYPED_SUM, arguments.dim))
         attended = rgat(1, 0.2, False, False)
         assert attended is not None

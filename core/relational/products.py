@@ -1,9 +1,9 @@
 """The GEMM template: rows times the weight of their relation, and the gradients of weights.
 
 On a GPU rows that are read by index, those of many relations and packed ones go to the kernels of
-typed_gemm.cu; a few large products of plain rows are torch's. On a CPU matrices that are vectors are
-multiplied by the loops of the traversal template. Packed rows that the kernels do not take, and
-those on a CPU, are decoded block by block.
+typed_gemm.cu; a few large products of plain rows are torch's. On a CPU matrices of one column or
+one row are multiplied by the loops of the traversal template. Packed rows that the kernels do not
+take, and those on a CPU, are decoded block by block.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-#: What unpacks the files, for messages: the package itself depends on far more.
+#: What unpacks the files, for messages: pykeen itself depends on far more.
 COMMANDS = (
     "pip download --no-deps pykeen && "
     "unzip pykeen-*.whl 'pykeen/datasets/*/*.txt' -d \"$BITSLAB_DATA\""
@@ -40,9 +40,11 @@ def read_triples(path: Path) -> torch.Tensor:
     Raises
     ------
     ValueError
-        For a line that is not three fields between tabs, with its number.
+        For a file without triples, or one with a line that is not three fields between tabs.
     """
     lines = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines() if line]
+    if not lines:
+        raise ValueError(f"{path} is empty; accepted are triples, one a line")
     for number, fields in enumerate(lines, 1):
         if len(fields) != 3:
             raise ValueError(
@@ -52,12 +54,15 @@ def read_triples(path: Path) -> torch.Tensor:
     entities = {e: i for i, e in enumerate(sorted({x for h, _, t in lines for x in (h, t)}))}
     relations = {r: i for i, r in enumerate(sorted({r for _, r, _ in lines}))}
     found = [(entities[h], relations[r], entities[t]) for h, r, t in lines]
-    return torch.tensor(found, dtype=torch.int64).reshape(-1, 3)
+    return torch.tensor(found, dtype=torch.int64)
 
 
-def with_inverse(triples: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def with_inverse(
+    triples: torch.Tensor, relations: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return edges ``[2, 2 E]`` and their types: each triple, then each the other way round."""
     src, kinds, dst = triples.t()
-    relations = int(kinds.max()) + 1 if len(kinds) else 0
+    if relations is None:
+        relations = int(kinds.max()) + 1
     index = torch.stack([torch.cat([src, dst]), torch.cat([dst, src])])
     return index, torch.cat([kinds, kinds + relations])

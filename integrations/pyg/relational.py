@@ -31,7 +31,9 @@ from bitslab.relational import (
 )
 from bitslab.tensors import FeatureTensor
 
-_HOOKS = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+_HOOKED = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+#: Where PyG's layers keep the hooks of their parts.
+_HOOKS = tuple(f"_{name}_forward_{kind}hooks" for name in _HOOKED for kind in ("", "pre_"))
 
 
 def _conv_reason(conv: Any) -> str:
@@ -47,9 +49,7 @@ def _call_reason(conv: Any, *indices: Any) -> str:
     """Return why a call is not covered, by what it was given and by hooks, or ''."""
     if conv.explain:
         return "explain mode"
-    if any(
-        getattr(conv, f"_{name}_forward_{kind}hooks") for name in _HOOKS for kind in ("", "pre_")
-    ):
+    if any([getattr(conv, hooks) for hooks in _HOOKS]):
         return "hooks of message passing"
     for index in indices:
         if type(index) is not torch.Tensor:
@@ -190,7 +190,8 @@ class RGATConv(_Constructed, gnn.RGATConv):  # type: ignore[misc]
         if not reason and size is not None and tuple(size) != (len(source), len(target)):
             reason = f"size={tuple(size)}"
         masked = self.training and self.dropout > 0
-        program = rgat(self.heads, self.negative_slope, edge_attr is not None, masked)
+        returned = isinstance(return_attention_weights, bool)
+        program = rgat(self.heads, self.negative_slope, edge_attr is not None, masked, returned)
         if program is None:
             reason = reason or "torch.compile before the first call"
         count_call(self, reason)
@@ -206,12 +207,13 @@ class RGATConv(_Constructed, gnn.RGATConv):  # type: ignore[misc]
             more.append(nn.functional.dropout(ones, self.dropout))
         edges = (edge_index, edge_type, (source.shape[0], target.shape[0]), self.num_relations)
         inputs = (source, target, weight, self.q, self.k, *more)
-        out, attention = run_on_edges(program, *edges, *inputs)
+        found = run_on_edges(program, *edges, *inputs)
+        out = found[0] if returned else found
         out = out.flatten(1) if self.concat else out.mean(1)
         if self.bias is not None:
             out = out + self.bias
-        if isinstance(return_attention_weights, bool):
-            return out, (edge_index, attention)
+        if returned:
+            return out, (edge_index, found[1])
         return out
 
     def _typed_weight(self) -> torch.Tensor:
@@ -321,7 +323,8 @@ def _prepare(layer: Any) -> None:
     if isinstance(layer, gnn.RGATConv):
         for logits in {False, layer.edge_dim is not None}:
             for masked in {False, layer.dropout > 0}:
-                rgat(layer.heads, layer.negative_slope, logits, masked)
+                for returned in (False, True):
+                    rgat(layer.heads, layer.negative_slope, logits, masked, returned)
 
 
 _COMPILED: dict[type, type] = {

@@ -77,7 +77,7 @@ ADDED_BYTES = 8
 
 def _run(kernel: Any, arrays: list[Any], n_entries: int, bytes_per_entry: int) -> None:
     prepare(kernel, *arrays, 0, 0)
-    run: Callable[[int, int], Any] = lambda begin, end: call(kernel, *arrays, begin, end)  # noqa: E731
+    run: Callable[[int, int], Any] = lambda begin, end: kernel(*arrays, begin, end)  # noqa: E731
     run_ranges(run, n_entries, bytes_per_entry // ADDED_BYTES)
 
 

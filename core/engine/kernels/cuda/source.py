@@ -428,6 +428,7 @@ def segment_sums_variant(real_bytes: int, vector: int) -> PlainVariant:
     return PlainVariant("segment_sums", (("REAL_BYTES", real_bytes), ("VECTOR", vector)))
 
 
+@cache
 def typed_gemm_variant(value_bytes: int) -> PlainVariant:
     """Return the typed products of raw rows, of values of so many bytes."""
     settings = product_settings(value_bytes) | CACHE_DEFINES
