@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,17 +76,23 @@ def drawn_kinships() -> Graph:
     return Graph(edges, torch.cat([kinds, kinds + 25]), {"person": 104})
 
 
-def cpu_graphs() -> Iterator[tuple[str, Graph, dict[Any, torch.Tensor] | None]]:
+def cpu_graphs(
+    names: Sequence[str] | None,
+) -> Iterator[tuple[str, Graph, dict[Any, torch.Tensor] | None]]:
     """Yield name, graph and, of node types, edges by type; say what is left out or drawn."""
-    try:
-        yield "mag-0.1", *mag()
-    except FileNotFoundError as error:
-        say(f"left out: mag-0.1, {error}")
-    for name in PYKEEN:
+    names = names or ("mag-0.1", *PYKEEN)
+    if "mag-0.1" in names:
+        try:
+            yield "mag-0.1", *mag()
+        except FileNotFoundError as error:
+            say(f"left out: mag-0.1, {error}")
+    for name in [name for name in PYKEEN if name in names]:
         graph = of_pykeen(name)
         if graph is not None:
             yield name, graph, None
-        elif name == "kinships":
+        elif name != "kinships":
+            say(f"left out: {name}; for it: {COMMANDS}")
+        else:
             say(f"kinships is drawn; for the data set itself: {COMMANDS}")
             yield "drawn kinships", drawn_kinships(), None
 

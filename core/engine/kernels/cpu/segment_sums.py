@@ -106,7 +106,7 @@ def sum_segments(
     torch.Tensor
         ``[rows, H, D]``. Each row is summed in the order of its entries.
     """
-    out = x.new_zeros((len(starts) - 1, *x.shape[1:]))
+    out = x.new_empty((len(starts) - 1, *x.shape[1:]))
     arrays = [t.numpy() for t in (starts, columns, edges, weights, x, out)]
     _run(summing().sum_segments, arrays, len(columns), 2 * x[0:1].nbytes + 24)
     return out
