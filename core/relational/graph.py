@@ -17,9 +17,10 @@ Pairs and typed edges are sorted by relation, so that a relation's rows are a sl
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,9 +28,34 @@ import torch
 
 from ..engine.kernels.cpu import segment_sums
 from ..engine.versions import version_of
-from ..errors import ArgumentError, ArgumentTypeError, IndexRangeError, ModifiedInPlaceError
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BitslabError,
+    IndexRangeError,
+    ModifiedInPlaceError,
+)
 
 T = TypeVar("T")
+
+
+class PlanMemoryError(BitslabError, MemoryError):
+    """There is no memory for the plan of a graph: layers run the framework's own code then."""
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[None]:
+    """Raise PlanMemoryError where memory runs out inside."""
+    try:
+        yield
+    except PlanMemoryError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        # torch has no class of its own for the host's memory.
+        kinds = (MemoryError, torch.OutOfMemoryError)
+        if not isinstance(error, kinds) and "can't allocate memory" not in str(error):
+            raise
+        raise PlanMemoryError(f"no memory for the plan of a graph: {error}") from error
 
 
 @dataclass(frozen=True)
@@ -135,6 +161,8 @@ class RelationalGraph:
     IndexRangeError
         For a node or a relation out of range. On a GPU this is read with the sizes of the plan,
         when the graph is made: the only time that the host waits for the GPU.
+    PlanMemoryError
+        When memory runs out, here or by a program that needs more of the plan.
     ModifiedInPlaceError
         By a program that runs after one of the tensors was changed in place.
 
@@ -159,6 +187,12 @@ class RelationalGraph:
         self._lock = threading.RLock()
         self._made: dict[Any, Any] = {}
         columns = [edge_index[0], edge_index[1], edge_type]
+        with planning():
+            self._plan(columns)
+
+    def _plan(self, columns: list[torch.Tensor]) -> None:
+        """Check ranges and put the edges in order."""
+        edge_type = columns[2]
         if len(edge_type) and not read_at_once(edge_type.device):
             self._check_ranges(torch.stack([e for c in columns for e in torch.aminmax(c)]).tolist())
         self._place(*(c.long() for c in columns))
@@ -231,7 +265,8 @@ class RelationalGraph:
         """Return what `make` returned for this key when it was asked for first."""
         with self._lock:
             if key not in self._made:
-                self._made[key] = make()
+                with planning():
+                    self._made[key] = make()
             found: T = self._made[key]
             return found
 

@@ -26,6 +26,7 @@ from bitslab.relational import (
     calls_of,
     count_call,
     forget_calls,
+    or_own_code,
     rgat,
     run_on_edges,
 )
@@ -105,6 +106,7 @@ class _RelationalConv(_Constructed):
             return f"aggr={self.aggr!r}"
         return _conv_reason(self)
 
+    @or_own_code
     def forward(self, x: Any, edge_index: Any, edge_type: Any = None) -> Any:
         """Run the layer; arguments and result are PyG's."""
         reason = self.relational_reason() or _call_reason(self, edge_index, edge_type)
@@ -172,6 +174,7 @@ class RGATConv(_Constructed, gnn.RGATConv):  # type: ignore[misc]
             return f"aggr={self.aggr!r}"
         return _conv_reason(self)
 
+    @or_own_code
     def forward(
         self,
         x: Any,
@@ -248,6 +251,7 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
         """Return why this layer's options are not covered, or ''."""
         return _conv_reason(self)
 
+    @or_own_code
     def forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
         """Run the layer; arguments and result are PyG's."""
         reason = self.relational_reason() or _call_reason(self, *edge_index_dict.values())

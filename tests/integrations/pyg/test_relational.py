@@ -404,3 +404,18 @@ def test_trained_by_data_parallel_ranks(tmp_path):
     for a, b in zip(*grads, strict=True):
         if a is not None:
             close(b, a)
+
+
+@pytest.mark.parametrize("name", ["RGCNConv", "RGATConv"])
+def test_without_memory_for_a_plan_pygs_code_runs(name, monkeypatch):
+    def fail(*args):
+        raise MemoryError("Unable to allocate 8 GiB")
+
+    plain, ours = both(name, 8, 8, TYPES)
+    x, (index, kinds) = torch.randn(NODES, 8), graph()
+    with monkeypatch.context() as patched:
+        patched.setattr("bitslab.relational.graph.sort", fail)
+        assert torch.equal(ours(x, index, kinds), plain(x, index, kinds))
+    assert relational_calls(ours) == {"": {"no memory for a plan": 1}}
+    torch.testing.assert_close(ours(x, index, kinds), plain(x, index, kinds), rtol=1e-4, atol=1e-5)
+    assert relational_calls(ours) == {"": {"no memory for a plan": 1, "": 1}}
