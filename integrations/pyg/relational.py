@@ -14,7 +14,7 @@ import torch
 import torch_geometric.nn as gnn
 from torch import nn
 
-from bitslab import CompressedFeature, CompressedTable
+from bitslab import CompressedFeature, CompressedTable, SlabCache
 from bitslab.errors import ArgumentTypeError
 from bitslab.relational import (
     HGT,
@@ -64,7 +64,7 @@ def _features(x: Any, width: int) -> Any:
     """Return features that a program takes, or None."""
     if isinstance(x, FeatureTensor):
         x = x.feature
-    if isinstance(x, CompressedFeature | CompressedTable):
+    if isinstance(x, CompressedFeature | CompressedTable | SlabCache):
         rows = x.ndim == 2 and x.dtype.is_floating_point and x.shape[1] == width
         return x if rows and not torch.compiler.is_compiling() else None
     if not isinstance(x, torch.Tensor) or x.ndim != 2 or not x.is_floating_point():
@@ -142,9 +142,9 @@ class RGCNConv(_RelationalConv, gnn.RGCNConv):  # type: ignore[misc]
     """PyG's RGCNConv, compiled; arguments, parameters and results are PyG's.
 
     Sums (``aggr`` "mean", "add" or "sum") over features of floats run compiled, with ``num_bases``,
-    ``num_blocks``, pairs of features and rows of `compress_features`, which are decoded as they are
-    multiplied. Other aggregations, indices as features, sparse adjacencies, PyG's hooks and
-    explanations run PyG's own code.
+    ``num_blocks``, pairs of features and packed rows, which are decoded as they are multiplied:
+    those of `compress_features`, or a table or a cache of rows as x. Other aggregations, indices as
+    features, sparse adjacencies, PyG's hooks and explanations run PyG's own code.
     """
 
 

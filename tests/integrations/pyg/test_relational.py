@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch_geometric.data import Data
 from torch_geometric.utils import coalesce, to_torch_csc_tensor
 
+import bitslab
 from bitslab.errors import ArgumentTypeError, IndexRangeError
 from bitslab.integrations import pyg
 from bitslab.integrations.pyg import (
@@ -320,6 +322,22 @@ def test_packed_features_of_a_data_set_are_decoded_as_they_are_multiplied():
     close(ours(data.x, index, kind), expected)
     assert relational_calls(ours) == {"": {"": 1}}
     assert data.x.feature.kept_whole is None, "the features were decoded as a whole"
+
+
+@pytest.mark.parametrize("name", ["RGCNConv", "RGATConv"])
+@pytest.mark.parametrize("cached", [False, True], ids=["table", "cache"])
+def test_packed_rows_take_the_place_of_features(name, cached):
+    index, kind = graph()
+    plain, ours = both(name, 8, 12, TYPES)
+    x = torch.randn(NODES, 8).round()
+    packed: Any = bitslab.CompressedTable.from_tensor(x, progress=False)
+    if cached:
+        packed = bitslab.SlabCache(packed, 200, devices=["cpu"])
+        packed.fill(torch.arange(0, NODES, 2))
+    close(ours(packed, index, kind), plain(x, index, kind))
+    assert relational_calls(ours) == {"": {"": 1}}
+    if cached:
+        assert packed.stats()["hits"]
 
 
 def test_errors_name_what_is_wrong():
