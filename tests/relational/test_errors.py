@@ -191,7 +191,7 @@ def test_tensors_of_inference_mode_have_graphs_of_their_own():
     ],
     ids=["numpy", "GPU", "torch"],
 )
-def test_memory_that_runs_out_in_a_plan_is_told_apart(error, monkeypatch):
+def test_memory_that_runs_out_in_a_plan_has_an_error_of_its_own(error, monkeypatch):
     def fail(*args):
         raise error
 
