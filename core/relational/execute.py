@@ -152,7 +152,7 @@ class Machine(Products):
     def __init__(self, graph: RelationalGraph, dtype: torch.dtype, compiled: bool = True) -> None:
         kernels = gpu_kernels(graph.device) if compiled else None
         # What loops over entries: the kernels or the twins, which have the same functions.
-        loops = None if kernels is None else kernels.segments
+        loops: Any = None if kernels is None else kernels.segments
         if compiled and graph.device.type == "cpu" and loops is None:
             loops = segment_sums
         super().__init__(graph, kernels, loops)
