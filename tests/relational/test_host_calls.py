@@ -20,23 +20,9 @@ from tests.simt.runner import simt_kernels
 #: Counts the calls of a forward pass, and of one with its backward pass. In a process of its own:
 #: what other tests have attached to torch would be counted.
 COUNT = """
-import gc, json, sys, torch
+import gc, json, torch
 from bitslab.integrations.pyg import RGATConv
-
-def calls_of(run):
-    calls = 0
-
-    def count(frame, event, argument):
-        nonlocal calls
-        if event == "call" and str(frame.f_globals.get("__name__")).startswith("bitslab."):
-            calls += 1
-
-    sys.setprofile(count)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return calls
+from tests.host_calls import calls_of
 
 def infer():
     with torch.no_grad():
