@@ -17,15 +17,11 @@ import torch
 
 from ..engine.kernels.cpu import typed_products
 from ..engine.kernels.cuda.typed_gemm import TypedTiles
-from .graph import RelationalGraph
+from .graph import BATCH_RELATIONS, RelationalGraph, length_of_batch
 from .steps import Step
 
 if TYPE_CHECKING:
     from ..engine.kernels.cuda import CudaKernels
-
-#: From so many relations on, products of few rows are one batch of padded products, if padding at
-#: most doubles the rows: calls cost more than products then. On a GPU it is one kernel.
-BATCH_RELATIONS = 8
 
 
 @dataclass(frozen=True)
@@ -53,14 +49,25 @@ class Padding:
     def of(cls, bounds: Sequence[int], device: torch.device) -> Padding | None:
         """Return that of the rows that begin at `bounds`; None where it is not worth it."""
         starts = torch.tensor(bounds)
-        relations, n, length = len(bounds) - 1, bounds[-1], int(starts.diff().max())
-        if not 0 < n <= typed_products.BLOCK_ROWS or relations * length > 2 * n:
+        length = length_of_batch(starts.diff().tolist())
+        if length is None:
             return None
+        relations, n = len(bounds) - 1, bounds[-1]
         shift = torch.arange(relations) * length - starts[:-1]
         place = shift.repeat_interleave(starts.diff()) + torch.arange(n)
         row = torch.full((relations * length,), -1).index_copy_(0, place, torch.arange(n))
         holes = (row < 0).nonzero().flatten()
         return cls(place.to(device), row.clamp(min=0).to(device), holes.to(device), relations)
+
+    @property
+    def whole(self) -> bool:
+        """Whether the rows have one length already."""
+        return len(self.holes) == 0
+
+    def unpad(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows ``[relations, length, M]`` as ``[n, M]``."""
+        flat = rows.flatten(0, 1)
+        return flat if self.whole else flat.index_select(0, self.place)
 
     def pad(self, x: Any, index: torch.Tensor | None, clear: bool) -> torch.Tensor:
         """Return rows ``[n, K]``, read by index, as ``[relations, length, K]``.
@@ -68,13 +75,15 @@ class Padding:
         Where no row stands are zeros if `clear`, else another row: what is computed of it is not
         read.
         """
-        if isinstance(x, torch.Tensor):
+        if isinstance(x, torch.Tensor) and index is None and self.whole:
+            rows = x
+        elif isinstance(x, torch.Tensor):
             row = self.row if index is None else index.index_select(0, self.row)
             rows = x.index_select(0, row)
         else:  # a packed row is decoded once
             index = torch.arange(len(x), device=self.row.device) if index is None else index
             rows = x.gather(index).index_select(0, self.row)
-        if clear and len(self.holes):
+        if clear and not self.whole:
             rows.index_fill_(0, self.holes, 0)
         return rows.view(self.relations, -1, x.shape[1])
 
@@ -161,7 +170,7 @@ class Products:
             typed_products.multiply_rows(x, weight, bounds, out, index=index)
             return out
         rows = padding.pad(x, index, clear=False).to(weight.dtype)
-        return torch.bmm(rows, weight).flatten(0, 1).index_select(0, padding.place)
+        return padding.unpad(torch.bmm(rows, weight))
 
     # On a CPU: matrices of one column, or of one row
 
@@ -282,7 +291,7 @@ class Products:
 
     def _padded(self, space: str, bounds: Sequence[int], x: Any) -> Padding | None:
         """Return how relations are padded to one length, or None where each is multiplied alone."""
-        if len(x.shape) != 2 or len(bounds) <= BATCH_RELATIONS:
+        if len(x.shape) != 2:
             return None
         device = self.graph.device
         return self.graph.once(("padded", space), lambda: Padding.of(bounds, device))
