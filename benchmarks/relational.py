@@ -5,9 +5,15 @@ python benchmarks/relational.py --only ratio  # how many rows each graph has, be
 python benchmarks/relational.py --only decode gpu --seconds-limit 180  # on a GPU, row by row
 python benchmarks/relational.py --only passes --graphs AIFB AM  # with each pass off, on a GPU
 
-Dims 64, one head, the full graph. Graphs: mag-0.1, six relations of ogbn-mag as COO columns, looked
-for in the folder $BITSLAB_DATA, or shared/data next to the repo, below graphs/; and one drawn with
-the sizes of kinships with inverse relations (104 nodes, 50 relations, 17,088 edges).
+Dims 64, one head, the full graph. Graphs are looked for in the folder $BITSLAB_DATA, or shared/data
+next to the repo: mag-0.1, six relations of ogbn-mag as COO columns, below graphs/; and kinships,
+UMLS and Nations with inverse relations, out of pykeen's package, below pykeen/datasets/ (or where
+pykeen is installed; it is not imported):
+
+pip download --no-deps pykeen && unzip pykeen-*.whl 'pykeen/datasets/*/*.txt' -d "$BITSLAB_DATA"
+
+Without them a graph is drawn with the sizes of kinships (104 nodes, 50 relations, 17,088 edges);
+its edges share fewer (source, relation) pairs.
 """
 
 from __future__ import annotations
@@ -16,13 +22,13 @@ import argparse
 import os
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from codec_ratio import find
+from relational_graphs import Graph, cpu_graphs
 from timing import cpu_seconds_in_turn, print_tables
 from torch import nn
 from torch_geometric import nn as gnn
@@ -31,65 +37,18 @@ from bitslab.integrations import pyg
 from bitslab.relational import RelationalGraph
 
 DIM = 64
-#: Each relation of mag-0.1, and the node types that it leads from and to.
-RELATIONS = {
-    "cited": "pp",
-    "citing": "pp",
-    "has": "fp",
-    "is-about": "pf",
-    "writing": "ap",
-    "written-by": "pa",
-}
 #: Issue 23: by model, graph and peer, how many times as fast inference and training are to be.
 TARGETS = {
     ("RGCN", "mag-0.1", "PyG"): (3.8, 3.3),
     ("RGCN", "mag-0.1", "DGL"): (1.3, 1.6),
-    ("RGCN", "drawn kinships", "PyG"): (8, 3),
-    ("RGCN", "drawn kinships", "DGL"): (10, 4),
-    ("RGAT", "drawn kinships", "PyG"): (80, 45),
+    ("RGCN", "kinships", "PyG"): (8, 3),
+    ("RGCN", "kinships", "DGL"): (10, 4),
+    ("RGAT", "kinships", "PyG"): (80, 45),
     ("HGT", "mag-0.1", "PyG"): (1.6, 2.4),
     ("HGT", "mag-0.1", "DGL"): (1.6, 2.0),
 }
 
 Table = list[dict[str, Any]]
-
-
-class Graph:
-    """Edges with types, and nodes with types that stand one after the other."""
-
-    def __init__(self, edges: torch.Tensor, types: torch.Tensor, sizes: dict[str, int]) -> None:
-        self.edges, self.types, self.sizes = edges, types, sizes
-        self.nodes = sum(sizes.values())
-        self.relations = int(types.max()) + 1
-        numbers = torch.tensor(list(sizes.values()))
-        self.node_types = torch.arange(len(sizes)).repeat_interleave(numbers)
-
-
-def mag() -> tuple[Graph, dict[Any, torch.Tensor]]:
-    """Return mag-0.1 as one graph, and its edges by type."""
-    found, most = {}, dict.fromkeys("paf", 0)
-    for name, ends in RELATIONS.items():
-        index = torch.from_numpy(np.load(find("graphs", f"mag01_{name}.npy"))).long()
-        found[(ends[0], name, ends[1])] = index
-        for kind, row in zip(ends, index, strict=True):
-            most[kind] = max(most[kind], int(row.max()) + 1)
-    first = {"p": 0, "a": most["p"], "f": most["p"] + most["a"]}
-    shifted = [
-        index + torch.tensor([[first[source]], [first[to]]])
-        for (source, _, to), index in found.items()
-    ]
-    counts = torch.tensor([index.shape[1] for index in shifted])
-    types = torch.arange(len(shifted)).repeat_interleave(counts)
-    return Graph(torch.cat(shifted, 1), types, most), found
-
-
-def drawn_kinships() -> Graph:
-    """Return a graph of the sizes of kinships with inverse relations."""
-    draw = torch.Generator().manual_seed(0)
-    half = torch.randint(104, (2, 8544), generator=draw)
-    kinds = torch.randint(25, (8544,), generator=draw)
-    edges = torch.cat([half, half.flip(0)], 1)
-    return Graph(edges, torch.cat([kinds, kinds + 25]), {"person": 104})
 
 
 def of_same_state(plain: nn.Module, ours: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -138,14 +97,10 @@ def dgl_pairs(graph: Graph, with_hgt: bool) -> Any:
         yield "HGT", "DGL", layers, lambda layer, x: layer(g, x, graph.node_types, types)
 
 
-def timed(repetitions: int) -> Table:
+def timed(names: Sequence[str] | None, repetitions: int) -> Table:
     """Return milliseconds of inference and of a training step, ours and the peer's in turn."""
     rows: Table = []
-    big, by_type = mag()
-    for name, graph, edges in (
-        ("mag-0.1", big, by_type),
-        ("drawn kinships", drawn_kinships(), None),
-    ):
+    for name, graph, edges in cpu_graphs(names or ("mag-0.1", "kinships")):
         x = torch.randn(graph.nodes, DIM, generator=torch.Generator().manual_seed(1))
         leaf = x.clone().requires_grad_()
         for model, peer, (plain, ours), call in pairs(name, graph, edges):
@@ -181,10 +136,10 @@ def timed(repetitions: int) -> Table:
     return rows
 
 
-def counted() -> Table:
+def counted(names: Sequence[str] | None) -> Table:
     """Return the rows of each graph by kind, and the time that its plan takes."""
     rows: Table = []
-    for name, graph in (("mag-0.1", mag()[0]), ("drawn kinships", drawn_kinships())):
+    for name, graph, _ in cpu_graphs(names):
         seconds = []
         for _ in range(4):
             begin = time.perf_counter()
@@ -219,9 +174,11 @@ def main() -> None:
         default=["cpu", "ratio"],
     )
     parser.add_argument("--repetitions", type=int, default=7, help="of times on a CPU")
+    parser.add_argument(
+        "--graphs", nargs="+", help="mag-0.1, kinships, umls, nations; on a GPU those drawn too"
+    )
     on_gpu = parser.add_argument_group("on a GPU")
     on_gpu.add_argument("--seconds-limit", type=float, default=180, help="for all parts together")
-    on_gpu.add_argument("--graphs", nargs="+", help="data sets whose sizes are drawn")
     models = ["RGCN", "RGAT", "HGT"]
     on_gpu.add_argument("--models", nargs="+", choices=models, default=models)
     on_gpu.add_argument("--dim", type=int, default=DIM, help="features in and out")
@@ -240,10 +197,10 @@ def main() -> None:
         if not arguments.json and arguments.out is None:  # the rows have been printed
             tables = {}
     if "ratio" in arguments.only:
-        tables["Rows over edges"] = counted()
+        tables["Rows over edges"] = counted(arguments.graphs)
     if "cpu" in arguments.only:
         tables[f"Dims {DIM}, one head, {torch.get_num_threads()} threads"] = timed(
-            arguments.repetitions
+            arguments.graphs, arguments.repetitions
         )
     print_tables(tables, arguments.json, arguments.out)
 

@@ -28,6 +28,7 @@ from common.arguments import (
     positive,
 )
 from common.memory import MemoryPeak
+from common.triples import COMMANDS, find_triples, folders, read_triples, with_inverse
 from torch import nn
 
 import bitslab.relational as rel
@@ -48,7 +49,9 @@ examples:
   python examples/train_rgnn.py                          # RGCN with PyG, offline, a drawn graph
   python examples/train_rgnn.py --model rgat --layers plain compiled --explain
   python examples/train_rgnn.py --model hgt --framework dgl
-  python examples/train_rgnn.py --graph kinships --plot losses.svg  # needs pykeen, no network
+  python examples/train_rgnn.py --graph kinships --plot losses.svg
+      # of pykeen's package, whose files
+      # are looked for below $BITSLAB_DATA/pykeen/datasets, or where pykeen is installed
 
 The exit status is 0, 1 when loss curves differ, 2 when an option is refused.
 """
@@ -110,12 +113,21 @@ def drawn_edges(options: Any, draw: torch.Generator) -> tuple[torch.Tensor, torc
 
 
 def pykeen_edges(name: str, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the triples of a data set in pykeen's wheel; labels by each entity's main relation."""
+    """Return the triples of a data set in pykeen's package; labels by each entity's main relation.
+
+    The text of the package is read: pykeen itself is not imported.
+    """
+    path = find_triples(name)
+    if path is None:
+        places = " or ".join(str(folder / name / "train.txt") for folder in folders())
+        raise RefusedError(
+            f"argument --graph: {name} needs {places}; accepted are drawn, and kinships, umls and "
+            f"nations after {COMMANDS}"
+        )
     try:
-        datasets = importlib.import_module("pykeen.datasets")
-    except ImportError as error:
-        raise RefusedError(f"--graph {name} needs pykeen ({error}); pip install pykeen") from error
-    triples = torch.as_tensor(datasets.get_dataset(dataset=name).training.mapped_triples)
+        triples = read_triples(path)
+    except ValueError as error:
+        raise RefusedError(f"argument --graph: {error}") from error
     nodes, relations = int(triples[:, [0, 2]].max()) + 1, int(triples[:, 1].max()) + 1
     counts = torch.zeros(nodes, relations).index_put_(
         (triples[:, 0], triples[:, 1]), torch.ones(len(triples)), accumulate=True
@@ -132,9 +144,7 @@ def entities(options: Any, device: torch.device) -> Entities:
     else:
         labels, triples = pykeen_edges(options.graph, options.classes)
         relations = int(triples[:, 1].max()) + 1
-    src, kinds, dst = triples.t()
-    index = torch.stack([torch.cat([src, dst]), torch.cat([dst, src])])
-    kinds = torch.cat([kinds, kinds + relations])
+    index, kinds = with_inverse(triples, relations)
     centres = torch.randn(options.classes, options.features, generator=draw)
     noise = 3 * torch.randn(len(labels), options.features, generator=draw)
     # As features are that were stored in 16 bits: they pack without loss.
@@ -309,7 +319,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--framework", choices=("pyg", "dgl"), default="pyg", help=f"DGL has no RGAT {shown}")
     add("--layers", nargs="+", choices=LAYERS, default=list(LAYERS), help="default: all, in turn")
     graph = parser.add_argument_group("graph").add_argument
-    graph("--graph", default="drawn", help=f"drawn, or a data set in pykeen's wheel {shown}")
+    graph("--graph", default="drawn", help=f"drawn, or kinships, umls or nations {shown}")
     graph("--nodes", type=positive, default=2000, help=f"of a drawn graph {shown}")
     graph("--edges", type=from_zero, default=10_000, help=f"of it, without inverse ones {shown}")
     graph("--relations", type=positive, default=6, help=f"of it, without inverse ones {shown}")

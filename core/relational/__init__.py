@@ -17,15 +17,15 @@ whichever costs less on this graph, and generates the backward pass.
     layer = rgcn.compile()
     out = layer(rel.RelationalGraph(edge_index, edge_type, n, r), x, weight, root, norm)
 
-Packed rows (`bitslab.CompressedTable`, `CompressedFeature`) may stand in the place of
-x on a CPU: they are decoded block by block as they are multiplied.
+Packed rows (`bitslab.CompressedTable`, `CompressedFeature`, `SlabCache`) may stand in the place of
+x: they are decoded as they are multiplied, on a CPU block by block.
 
 After chapter 3 of the thesis that describes Hector (ASPLOS'24): inter-operator level, compact
 materialization, linear operator reordering, GEMM and traversal templates.
 """
 
-from .graph import KeptByTensors, RelationalGraph
-from .layer_report import LayerReport, calls_of, count_call, forget_calls
+from .graph import KeptByTensors, PlanMemoryError, RelationalGraph
+from .layer_report import LayerReport, calls_of, count_call, forget_calls, or_own_code
 from .layers import HGT, OF_NODES, TYPED_MEAN, TYPED_SUM, WEIGHTED_SUM, rgat
 from .operator import run_on_edges
 from .passes import Passes
@@ -53,6 +53,7 @@ __all__ = [
     "KeptByTensors",
     "LayerReport",
     "Passes",
+    "PlanMemoryError",
     "Program",
     "ProgramError",
     "RelationalGraph",
@@ -62,9 +63,10 @@ __all__ = [
     "exp",
     "flatten",
     "forget_calls",
-    "rgat",
     "leaky_relu",
+    "or_own_code",
     "program",
+    "rgat",
     "run_on_edges",
     "shared",
     "softmax_by_dst",

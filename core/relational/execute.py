@@ -10,8 +10,8 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -25,6 +25,27 @@ if TYPE_CHECKING:
     from ..engine.kernels.cuda import CudaKernels
 
 
+class Work(NamedTuple):
+    """A step of a schedule.
+
+    Attributes
+    ----------
+    step : Step
+        What to do.
+    reads : tuple of int
+        The ids of the steps whose values it reads.
+    gathered : tuple of str or None
+        From which space to which a GEMM reads rows by index.
+    frees : tuple of int
+        The ids of values that no later step reads.
+    """
+
+    step: Step
+    reads: tuple[int, ...]
+    gathered: tuple[str, str] | None
+    frees: tuple[int, ...]
+
+
 class Schedule:
     """The steps that give some results, in order, and when each value is no longer needed.
 
@@ -36,6 +57,11 @@ class Schedule:
         Values that are there already.
     fuse : bool
         Whether a GEMM reads its rows by index, instead of a gathered copy.
+
+    Attributes
+    ----------
+    work : list of Work
+        The steps in order, as `Machine.run` takes them.
     """
 
     def __init__(
@@ -53,10 +79,18 @@ class Schedule:
             for argument in self.reads(step):
                 last[id(argument)] = place
         wanted = {id(r) for r in results}
-        self.frees: list[list[int]] = [[] for _ in self.order]
+        frees: list[list[int]] = [[] for _ in self.order]
         for key, place in last.items():
             if key not in wanted:
-                self.frees[place].append(key)
+                frees[place].append(key)
+        self.work = [self._work(step, tuple(f)) for step, f in zip(self.order, frees, strict=True)]
+
+    def _work(self, step: Step, frees: tuple[int, ...]) -> Work:
+        index = None
+        if self.gathers(step):
+            by = step.args[0]
+            index = (by.attrs[0], by.space)
+        return Work(step, tuple(map(id, self.reads(step))), index, frees)
 
     def _visit(self, step: Step, done: set[int]) -> None:
         if id(step) in done:
@@ -74,8 +108,8 @@ class Schedule:
 
     def gathers(self, step: Step) -> bool:
         """Return whether a GEMM reads its first argument by index."""
-        packed = step.op in ("typed_linear", "weight_grad") and step.args[0].op == "gather"
-        if not packed or id(step.args[0]) in self._given:
+        gathered = step.op in ("typed_linear", "weight_grad") and step.args[0].op == "gather"
+        if not gathered or id(step.args[0]) in self._given:
             return False
         return self.fuse or step.args[0].args[0].op == "packed"
 
@@ -116,24 +150,25 @@ class Machine(Products):
     """
 
     def __init__(self, graph: RelationalGraph, dtype: torch.dtype, compiled: bool = True) -> None:
-        super().__init__(graph, gpu_kernels(graph.device) if compiled else None)
+        kernels = gpu_kernels(graph.device) if compiled else None
+        # What loops over entries: the kernels or the twins, which have the same functions.
+        loops: Any = None if kernels is None else kernels.segments
+        if compiled and graph.device.type == "cpu" and loops is None:
+            loops = segment_sums
+        super().__init__(graph, kernels, loops)
         self.dtype = dtype
-        #: What loops over entries: the twins or the kernels, which have the same functions.
-        self.loops: Any = None if self.kernels is None else self.kernels.segments
-        if compiled and graph.device.type == "cpu" and self.loops is None:
-            self.loops = segment_sums
 
     def run(self, schedule: Schedule, values: dict[int, Any]) -> list[torch.Tensor | None]:
         """Return the results; `values` has what is given, by the id of its step, and is used up."""
-        for place, step in enumerate(schedule.order):
-            if schedule.gathers(step):
-                index = self.graph.gather_index(step.args[0].attrs[0], step.args[0].space)
-                arguments = [values[id(a)] for a in schedule.reads(step)]
-                values[id(step)] = getattr(self, step.op)(step, *arguments, index=index)
+        for step, reads, gathered, frees in schedule.work:
+            arguments = [values[key] for key in reads]
+            run: Callable[..., Any] = getattr(self, step.op)
+            if gathered is None:
+                values[id(step)] = run(step, *arguments)
             else:
-                arguments = [values[id(a)] for a in step.args]
-                values[id(step)] = getattr(self, step.op)(step, *arguments)
-            for key in schedule.frees[place]:
+                index = self.graph.gather_index(*gathered)
+                values[id(step)] = run(step, *arguments, index=index)
+            for key in frees:
                 del values[key]
         return [None if r is None else values[id(r)] for r in schedule.results]
 
@@ -291,7 +326,8 @@ class Machine(Products):
 
     def leaky_relu_grad(self, step: Step, g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return the gradient of `leaky_relu`."""
-        return torch.where(x > 0, g, g * step.attrs[0])
+        found: torch.Tensor = torch.ops.aten.leaky_relu_backward(g, x, step.attrs[0], False)
+        return found
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

@@ -17,19 +17,66 @@ Pairs and typed edges are sorted by relation, so that a relation's rows are a sl
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 
 from ..engine.kernels.cpu import segment_sums
+from ..engine.kernels.cpu.typed_products import BLOCK_ROWS
 from ..engine.versions import version_of
-from ..errors import ArgumentError, ArgumentTypeError, IndexRangeError, ModifiedInPlaceError
+from ..errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BitslabError,
+    IndexRangeError,
+    ModifiedInPlaceError,
+)
 
 T = TypeVar("T")
+
+
+class PlanMemoryError(BitslabError, MemoryError):
+    """There is no memory for the plan of a graph: layers run the framework's own code then."""
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[None]:
+    """Raise PlanMemoryError where memory runs out inside."""
+    try:
+        yield
+    except PlanMemoryError:
+        raise
+    except (MemoryError, RuntimeError) as error:
+        # torch has no class of its own for the host's memory.
+        kinds = (MemoryError, torch.OutOfMemoryError)
+        if not isinstance(error, kinds) and "can't allocate memory" not in str(error):
+            raise
+        raise PlanMemoryError(f"no memory for the plan of a graph: {error}") from error
+
+
+#: What stands for the node of a row that belongs to no pair.
+NO_NODE = -1
+#: From so many relations on, products of few rows are one batch of padded products, if padding at
+#: most doubles the rows: calls cost more than products then. On a GPU it is one kernel.
+BATCH_RELATIONS = 8
+
+
+def length_of_batch(counts: Sequence[int]) -> int | None:
+    """Return the rows that each relation is padded to for a batch, None where it is not worth it.
+
+    Parameters
+    ----------
+    counts : sequence of int
+        Rows of each relation.
+    """
+    n, length = sum(counts), max(counts, default=0)
+    few = len(counts) < BATCH_RELATIONS or not 0 < n <= BLOCK_ROWS
+    return None if few or len(counts) * length > 2 * n else length
 
 
 @dataclass(frozen=True)
@@ -43,7 +90,7 @@ class Rows:
     of_edge : torch.Tensor
         int64 ``[E]``: the row of each edge, edges in the order of their destinations.
     node : torch.Tensor or None
-        int64 ``[n]``: the node of each row of pairs, the edge of each typed edge.
+        int64 ``[n]``: the node of each row of pairs, or NO_NODE; the edge of each typed edge.
     relation : torch.Tensor or None
         int64 ``[n]``: the relation of each row, where rows are sorted by relation.
     bounds : list of int or None
@@ -135,6 +182,8 @@ class RelationalGraph:
     IndexRangeError
         For a node or a relation out of range. On a GPU this is read with the sizes of the plan,
         when the graph is made: the only time that the host waits for the GPU.
+    PlanMemoryError
+        When memory runs out, here or by a program that needs more of the plan.
     ModifiedInPlaceError
         By a program that runs after one of the tensors was changed in place.
 
@@ -159,6 +208,12 @@ class RelationalGraph:
         self._lock = threading.RLock()
         self._made: dict[Any, Any] = {}
         columns = [edge_index[0], edge_index[1], edge_type]
+        with planning():
+            self._plan(columns)
+
+    def _plan(self, columns: list[torch.Tensor]) -> None:
+        """Check ranges and put the edges in order."""
+        edge_type = columns[2]
         if len(edge_type) and not read_at_once(edge_type.device):
             self._check_ranges(torch.stack([e for c in columns for e in torch.aminmax(c)]).tolist())
         self._place(*(c.long() for c in columns))
@@ -231,7 +286,8 @@ class RelationalGraph:
         """Return what `make` returned for this key when it was asked for first."""
         with self._lock:
             if key not in self._made:
-                self._made[key] = make()
+                with planning():
+                    self._made[key] = make()
             found: T = self._made[key]
             return found
 
@@ -274,9 +330,19 @@ class RelationalGraph:
         return Rows(0, none, none, none, [0] * (self.num_relations + 1))
 
     def _mixed(self, by_dst: Sequence[bool]) -> Rows:
-        """Return pairs of sources and destinations: by relation, one or the other."""
+        """Return pairs of sources and destinations: by relation, one or the other.
+
+        On a CPU relations that are multiplied as one batch have rows in one number each: their last
+        rows may be of no pair. Sums there are 0.
+        """
         both = self.rows("pair_src"), self.rows("pair_dst")
         node, relation, bounds, shifts = [], [], [0], []
+        counts = [
+            rows.bounds[r + 1] - rows.bounds[r]
+            for r, rows in enumerate(both[side] for side in by_dst)
+            if rows.bounds is not None
+        ]
+        length = length_of_batch(counts) if self.device.type == "cpu" else None
         for r, side in enumerate(by_dst):
             rows = both[side]
             assert rows.bounds is not None and rows.node is not None and rows.relation is not None
@@ -284,7 +350,10 @@ class RelationalGraph:
             node.append(rows.node[low:high])
             relation.append(rows.relation[low:high])
             shifts.append(bounds[-1] - low)
-            bounds.append(bounds[-1] + high - low)
+            more = 0 if length is None else length - counts[r]
+            node.append(rows.node.new_full((more,), NO_NODE))
+            relation.append(rows.relation.new_full((more,), r))
+            bounds.append(bounds[-1] + counts[r] + more)
         shift = torch.tensor(shifts, device=self.device)[self._type]
         chosen = self._edges_of(by_dst)
         of_edge = torch.where(chosen, both[1].of_edge, both[0].of_edge) + shift
@@ -342,6 +411,8 @@ class RelationalGraph:
                     torch.arange(mixed.bounds[r], mixed.bounds[r + 1], device=self.device)
                 )
         chosen, row = torch.cat(edge_of), torch.cat(row_of)
+        if self.device.type == "cpu":
+            row = row[mixed.node[row] != NO_NODE]
         node, ones = mixed.node[row], torch.full_like(row, -1)
         ends = self._src if way == "in" else self._dst
         of_node = torch.cat([ends[chosen], node])

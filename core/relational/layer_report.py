@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
+
+from .graph import PlanMemoryError
 
 #: The attribute of a layer with its calls by reason; "" for those that ran compiled.
 _CALLS = "_relational_calls"
@@ -16,6 +21,42 @@ def count_call(layer: nn.Module, reason: str = "") -> None:
     """Count a call of a layer; `reason` says why the framework's own code ran."""
     if not torch.compiler.is_compiling():
         layer.__dict__.setdefault(_CALLS, Counter())[reason] += 1
+
+
+#: Why a call ran the framework's own code where memory ran out.
+NO_PLAN = "no memory for a plan"
+
+
+def or_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a layer's forward pass that, without memory for a plan, runs the framework's own."""
+
+    @functools.wraps(forward)
+    def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return forward(layer, *args, **kwargs)
+        try:
+            return forward(layer, *args, **kwargs)
+        except PlanMemoryError:
+            calls: Counter[str] = layer.__dict__[_CALLS]
+            calls[NO_PLAN] += 1
+            calls[""] -= 1  # it was counted as one that runs compiled
+            if not calls[""]:
+                del calls[""]
+            return _own_forward(type(layer))(layer, *args, **kwargs)
+
+    return run
+
+
+def _own_forward(kind: type) -> Callable[..., Any]:
+    """Return the forward pass of the framework's class that a compiled one is derived from."""
+    ours = [each.__module__.startswith("bitslab.") for each in kind.__mro__]
+    after = kind.__mro__[ours.index(True) :]
+    found: Callable[..., Any] = next(
+        vars(each)["forward"]
+        for each in after
+        if "forward" in vars(each) and not each.__module__.startswith("bitslab.")
+    )
+    return found
 
 
 @dataclass

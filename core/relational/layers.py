@@ -57,18 +57,21 @@ OF_NODES = _of_nodes.compile()
 #: values ``[R, H, D, D]``, and prior ``[R, H, 1]``; rows ``[H, D]`` of destinations.
 HGT = _hgt.compile()
 
-_rgat: dict[tuple[int, float, bool, bool], CompiledProgram] = {}
+Outputs = Value | tuple[Value, Value]
+_rgat: dict[tuple[int, float, bool, bool, bool], CompiledProgram] = {}
 
 
-def rgat(heads: int, slope: float, logits: bool, masked: bool) -> CompiledProgram | None:
+def rgat(
+    heads: int, slope: float, logits: bool, masked: bool, attention: bool = False
+) -> CompiledProgram | None:
     """Return the program of relational attention: inputs x, y, weight, q, k, then e and mask.
 
     x and y are the features of sources and destinations, e logits of edges that are added where
     `logits`, and mask what attention is multiplied by where `masked`. It returns rows
-    ``[heads, D]`` of destinations, and attention ``[heads]`` of edges. None while `torch.compile`
-    traces, if it was not asked for before.
+    ``[heads, D]`` of destinations, and where `attention` this too, ``[heads]`` of edges. None while
+    `torch.compile` traces, if it was not asked for before.
     """
-    key = (heads, slope, logits, masked)
+    key = (heads, slope, logits, masked, attention)
     if key not in _rgat:
         if torch.compiler.is_compiling():
             return None
@@ -76,35 +79,36 @@ def rgat(heads: int, slope: float, logits: bool, masked: bool) -> CompiledProgra
     return _rgat[key]
 
 
-def _make_rgat(heads: int, slope: float, logits: bool, masked: bool) -> CompiledProgram:
+def _make_rgat(
+    heads: int, slope: float, logits: bool, masked: bool, returned: bool
+) -> CompiledProgram:
     def attended(
         g: Graph, x: Value, y: Value, weight: Value, q: Value, k: Value, e: Value | None,
         mask: Value | None,
-    ) -> tuple[Value, Value]:  # fmt: skip
+    ) -> Outputs:  # fmt: skip
         message = typed_linear(g.src(x), weight)
         score = typed_linear(g.dst(y), weight) @ q + message @ k
         attention = softmax_by_dst(leaky_relu(score if e is None else score + e, slope))
         weights = attention if mask is None else attention * mask
-        return sum_to_dst(split(weights, heads) * split(message, heads)), attention
+        rows = sum_to_dst(split(weights, heads) * split(message, heads))
+        return (rows, attention) if returned else rows
 
-    def plain(
-        g: Graph, x: Value, y: Value, weight: Value, q: Value, k: Value
-    ) -> tuple[Value, Value]:
+    def plain(g: Graph, x: Value, y: Value, weight: Value, q: Value, k: Value) -> Outputs:
         return attended(g, x, y, weight, q, k, None, None)
 
     def with_logits(
         g: Graph, x: Value, y: Value, weight: Value, q: Value, k: Value, e: Value
-    ) -> tuple[Value, Value]:
+    ) -> Outputs:
         return attended(g, x, y, weight, q, k, e, None)
 
     def with_mask(
         g: Graph, x: Value, y: Value, weight: Value, q: Value, k: Value, mask: Value
-    ) -> tuple[Value, Value]:
+    ) -> Outputs:
         return attended(g, x, y, weight, q, k, None, mask)
 
     def with_both(
         g: Graph, x: Value, y: Value, weight: Value, q: Value, k: Value, e: Value, mask: Value
-    ) -> tuple[Value, Value]:
+    ) -> Outputs:
         return attended(g, x, y, weight, q, k, e, mask)
 
     chosen = (with_both if masked else with_logits) if logits else with_mask if masked else plain

@@ -179,16 +179,20 @@ class CompiledProgram:
             for name, v in zip(names, values, strict=True)
             if torch.is_grad_enabled() and isinstance(v, torch.Tensor) and v.requires_grad
         )
-        infos = {
-            name: InputInfo(tuple(v.shape), not isinstance(v, torch.Tensor))
-            for name, v in zip(names, values, strict=True)
-        }
-        key = (self, tuple(infos.values()), wanted)
-        return graph.once(key, lambda: self._make(graph, infos, wanted))
+        # Of plain tuples: this is looked up at each call.
+        shapes = tuple([(tuple(v.shape), isinstance(v, torch.Tensor)) for v in values])
+        return graph.once((self, shapes, wanted), lambda: self._make(graph, shapes, wanted))
 
     def _make(
-        self, graph: RelationalGraph, infos: dict[str, InputInfo], wanted: tuple[str, ...]
+        self,
+        graph: RelationalGraph,
+        shapes: Sequence[tuple[tuple[int, ...], bool]],
+        wanted: tuple[str, ...],
     ) -> Plan:
+        infos = {
+            name: InputInfo(shape, not plain)
+            for name, (shape, plain) in zip(self.program.names, shapes, strict=True)
+        }
         lowering, values = lowered(graph, infos, self.passes, self.program.outputs)
         outputs, fuse = lowering.outputs, self.passes.fuse
         gradients: list[Step | None] = []

@@ -23,6 +23,7 @@ from bitslab.relational import (
     calls_of,
     count_call,
     forget_calls,
+    or_own_code,
     run_on_edges,
 )
 
@@ -77,6 +78,7 @@ class TypedLinear(dnn.TypedLinear):  # type: ignore[misc]
     Rows of floats run compiled, with any regularizer; no weight is copied by row.
     """
 
+    @or_own_code
     def forward(self, x: Any, x_type: Any, sorted_by_type: bool = False) -> Any:
         """Run the layer; arguments and result are DGL's."""
         reason = _rows_reason(x)
@@ -98,6 +100,7 @@ class RelGraphConv(dnn.RelGraphConv):  # type: ignore[misc]
     norm, self-loop, layer norm, activation and dropout; ``presorted`` changes nothing.
     """
 
+    @or_own_code
     def forward(
         self, g: Any, feat: Any, etypes: Any, norm: Any = None, *, presorted: bool = False
     ) -> Any:
@@ -139,6 +142,7 @@ class HGTConv(dnn.HGTConv):  # type: ignore[misc]
     nothing.
     """
 
+    @or_own_code
     def forward(self, g: Any, x: Any, ntype: Any, etype: Any, *, presorted: bool = False) -> Any:
         """Run the layer; arguments and result are DGL's."""
         reason = _graph_reason(g, ntype, etype) or _rows_reason(x)

@@ -14,7 +14,7 @@ import torch
 import torch_geometric.nn as gnn
 from torch import nn
 
-from bitslab import CompressedFeature, CompressedTable
+from bitslab import CompressedFeature, CompressedTable, SlabCache
 from bitslab.errors import ArgumentTypeError
 from bitslab.relational import (
     HGT,
@@ -26,12 +26,15 @@ from bitslab.relational import (
     calls_of,
     count_call,
     forget_calls,
+    or_own_code,
     rgat,
     run_on_edges,
 )
 from bitslab.tensors import FeatureTensor
 
-_HOOKS = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+_HOOKED = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+#: Where PyG's layers keep the hooks of their parts.
+_HOOKS = tuple(f"_{name}_forward_{kind}hooks" for name in _HOOKED for kind in ("", "pre_"))
 
 
 def _conv_reason(conv: Any) -> str:
@@ -47,9 +50,7 @@ def _call_reason(conv: Any, *indices: Any) -> str:
     """Return why a call is not covered, by what it was given and by hooks, or ''."""
     if conv.explain:
         return "explain mode"
-    if any(
-        getattr(conv, f"_{name}_forward_{kind}hooks") for name in _HOOKS for kind in ("", "pre_")
-    ):
+    if any([getattr(conv, hooks) for hooks in _HOOKS]):
         return "hooks of message passing"
     for index in indices:
         if type(index) is not torch.Tensor:
@@ -63,7 +64,7 @@ def _features(x: Any, width: int) -> Any:
     """Return features that a program takes, or None."""
     if isinstance(x, FeatureTensor):
         x = x.feature
-    if isinstance(x, CompressedFeature | CompressedTable):
+    if isinstance(x, CompressedFeature | CompressedTable | SlabCache):
         rows = x.ndim == 2 and x.dtype.is_floating_point and x.shape[1] == width
         return x if rows and not torch.compiler.is_compiling() else None
     if not isinstance(x, torch.Tensor) or x.ndim != 2 or not x.is_floating_point():
@@ -105,6 +106,7 @@ class _RelationalConv(_Constructed):
             return f"aggr={self.aggr!r}"
         return _conv_reason(self)
 
+    @or_own_code
     def forward(self, x: Any, edge_index: Any, edge_type: Any = None) -> Any:
         """Run the layer; arguments and result are PyG's."""
         reason = self.relational_reason() or _call_reason(self, edge_index, edge_type)
@@ -140,9 +142,9 @@ class RGCNConv(_RelationalConv, gnn.RGCNConv):  # type: ignore[misc]
     """PyG's RGCNConv, compiled; arguments, parameters and results are PyG's.
 
     Sums (``aggr`` "mean", "add" or "sum") over features of floats run compiled, with ``num_bases``,
-    ``num_blocks``, pairs of features and rows of `compress_features`, which are decoded as they are
-    multiplied. Other aggregations, indices as features, sparse adjacencies, PyG's hooks and
-    explanations run PyG's own code.
+    ``num_blocks``, pairs of features and packed rows, which are decoded as they are multiplied:
+    those of `compress_features`, or a table or a cache of rows as x. Other aggregations, indices as
+    features, sparse adjacencies, PyG's hooks and explanations run PyG's own code.
     """
 
 
@@ -172,6 +174,7 @@ class RGATConv(_Constructed, gnn.RGATConv):  # type: ignore[misc]
             return f"aggr={self.aggr!r}"
         return _conv_reason(self)
 
+    @or_own_code
     def forward(
         self,
         x: Any,
@@ -190,7 +193,8 @@ class RGATConv(_Constructed, gnn.RGATConv):  # type: ignore[misc]
         if not reason and size is not None and tuple(size) != (len(source), len(target)):
             reason = f"size={tuple(size)}"
         masked = self.training and self.dropout > 0
-        program = rgat(self.heads, self.negative_slope, edge_attr is not None, masked)
+        returned = isinstance(return_attention_weights, bool)
+        program = rgat(self.heads, self.negative_slope, edge_attr is not None, masked, returned)
         if program is None:
             reason = reason or "torch.compile before the first call"
         count_call(self, reason)
@@ -206,12 +210,13 @@ class RGATConv(_Constructed, gnn.RGATConv):  # type: ignore[misc]
             more.append(nn.functional.dropout(ones, self.dropout))
         edges = (edge_index, edge_type, (source.shape[0], target.shape[0]), self.num_relations)
         inputs = (source, target, weight, self.q, self.k, *more)
-        out, attention = run_on_edges(program, *edges, *inputs)
+        found = run_on_edges(program, *edges, *inputs)
+        out = found[0] if returned else found
         out = out.flatten(1) if self.concat else out.mean(1)
         if self.bias is not None:
             out = out + self.bias
-        if isinstance(return_attention_weights, bool):
-            return out, (edge_index, attention)
+        if returned:
+            return out, (edge_index, found[1])
         return out
 
     def _typed_weight(self) -> torch.Tensor:
@@ -246,6 +251,7 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
         """Return why this layer's options are not covered, or ''."""
         return _conv_reason(self)
 
+    @or_own_code
     def forward(self, x_dict: Any, edge_index_dict: Any) -> Any:
         """Run the layer; arguments and result are PyG's."""
         reason = self.relational_reason() or _call_reason(self, *edge_index_dict.values())
@@ -321,7 +327,8 @@ def _prepare(layer: Any) -> None:
     if isinstance(layer, gnn.RGATConv):
         for logits in {False, layer.edge_dim is not None}:
             for masked in {False, layer.dropout > 0}:
-                rgat(layer.heads, layer.negative_slope, logits, masked)
+                for returned in (False, True):
+                    rgat(layer.heads, layer.negative_slope, logits, masked, returned)
 
 
 _COMPILED: dict[type, type] = {

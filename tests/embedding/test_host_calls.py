@@ -6,37 +6,19 @@ Times are in `benchmarks/embedding.py --only host`. A call takes 0.1 to 0.3 us.
 from __future__ import annotations
 
 import gc
-import sys
-from typing import Any
 
 import pytest
 import torch
 
 from bitslab.integrations.embedding import CachedEmbeddingBag
 from tests.embedding.on_device import on_simulated_gpu
+from tests.host_calls import calls_of
 
 N_ROWS, IDS = 200, 8
 #: Parts of the library whose calls are counted: not kernels, in whose place others stand here.
 COUNTED = ("bitslab.embedding", "bitslab.integrations.embedding", "bitslab.tables")
 #: Most calls of a lookup, a backward pass and a step of sparse SGD, by the share of resident rows.
 MOST = {1.0: (21, 0, 25), 0.2: (63, 47, 36)}
-
-
-def calls_of(run: Any) -> int:
-    """Return how many functions of the library a call enters."""
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        if event == "call" and str(frame.f_globals.get("__name__")).startswith(COUNTED):
-            calls += 1
-
-    sys.setprofile(count)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return calls
 
 
 @pytest.mark.parametrize("ratio", MOST, ids=["all-resident", "a-fifth-resident"])
@@ -59,9 +41,10 @@ def test_a_step_takes_few_calls_of_the_library(ratio: float) -> None:
             for _ in range(6):  # the first ones take memory, and learn
                 optimizer.zero_grad()
                 ids, results = torch.randint(N_ROWS, (IDS,)), []
-                lookup = calls_of(lambda: results.append(bag(ids, offsets)))  # noqa: B023
+                lookup = calls_of(lambda: results.append(bag(ids, offsets)), COUNTED)  # noqa: B023
                 loss = results.pop().sum()
-                found.append((lookup, calls_of(loss.backward), calls_of(optimizer.step)))
+                backward = calls_of(loss.backward, COUNTED)
+                found.append((lookup, backward, calls_of(optimizer.step, COUNTED)))
                 del loss
         finally:
             gc.enable()

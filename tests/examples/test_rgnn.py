@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import sys
-import types
+from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 SMALL = ["--nodes", "60", "--edges", "200", "--relations", "3", "--epochs", "3", "--device", "cpu"]
 
@@ -60,23 +60,57 @@ def test_losses_that_differ_are_named(script, capsys, monkeypatch):
     ("options", "message"),
     [
         (["--model", "rgat", "--framework", "dgl"], "DGL has no RGAT"),
-        (["--graph", "kinships"], "--graph kinships needs pykeen"),
+        (["--graph", "kinships"], "argument --graph: kinships needs"),
+        (["--graph", "../kinships"], "accepted are drawn, and kinships, umls and nations"),
         (["--nodes", "0"], "accepted are numbers from 1 on"),
     ],
 )
-def test_options_that_are_refused(script, options, message, capsys, monkeypatch):
-    monkeypatch.setitem(sys.modules, "pykeen.datasets", None)
+def test_options_that_are_refused(script, options, message, capsys, monkeypatch, tmp_path):
+    monkeypatch.setenv("BITSLAB_DATA", str(tmp_path))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # pykeen is not installed
     with pytest.raises(SystemExit) as raised:
         script.main(options)
     assert raised.value.code == 2
     assert message in capsys.readouterr().err
 
 
-def test_entities_of_a_data_set_of_pykeen(script, monkeypatch):
-    triples = torch.tensor([[0, 1, 2], [0, 1, 1], [1, 0, 2], [2, 2, 0]])
-    training = types.SimpleNamespace(mapped_triples=triples)
-    found = types.SimpleNamespace(training=training)
-    fake = types.SimpleNamespace(get_dataset=lambda dataset: found)
-    monkeypatch.setitem(sys.modules, "pykeen.datasets", fake)
-    labels, read = script.pykeen_edges("kinships", 2)
-    assert labels.tolist() == [1, 0, 0] and torch.equal(read, triples)
+TRIPLES = "ann\tknows\tcem\nann\tknows\tbob\nbob\tis\tcem\ncem\tsees\tann\n"
+
+
+def written(folder: Path, text: str) -> None:
+    file = folder / "kinships" / "train.txt"
+    file.parent.mkdir(parents=True)
+    file.write_text(text)
+
+
+@pytest.mark.parametrize("installed", [False, True], ids=["a folder", "an installed package"])
+def test_data_sets_of_pykeen_are_read_without_importing_it(
+    script, installed, tmp_path, monkeypatch
+):
+    package = tmp_path / "pykeen"
+    written(package / "datasets", TRIPLES)
+    (package / "__init__.py").write_text("raise ImportError('what pykeen imports is missing')")
+    if installed:
+        monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("BITSLAB_DATA", str(tmp_path / "none" if installed else tmp_path))
+    labels, triples = script.pykeen_edges("kinships", 2)
+    assert "pykeen" not in sys.modules
+    # Names have their places in alphabetical order.
+    assert triples.tolist() == [[0, 1, 2], [0, 1, 1], [1, 0, 2], [2, 2, 0]]
+    assert labels.tolist() == [1, 0, 0]
+    index, kinds = script.with_inverse(triples)
+    assert index.tolist() == [[0, 0, 1, 2, 2, 1, 2, 0], [2, 1, 2, 0, 0, 0, 1, 2]]
+    assert kinds.tolist() == [1, 1, 0, 2, 4, 4, 3, 5]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("ann\tknows\tcem\nann knows bob\n", "triple 2: 1 fields; accepted are three"),
+     ("\n", "is empty; accepted are triples")],
+    ids=["fields", "empty"],
+)  # fmt: skip
+def test_triples_that_cannot_be_read(script, text, message, tmp_path, monkeypatch):
+    written(tmp_path / "pykeen" / "datasets", text)
+    monkeypatch.setenv("BITSLAB_DATA", str(tmp_path))
+    with pytest.raises(script.RefusedError, match=message):
+        script.pykeen_edges("kinships", 2)

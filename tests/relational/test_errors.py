@@ -182,6 +182,40 @@ def test_tensors_of_inference_mode_have_graphs_of_their_own():
     assert not torch.equal(before, after)
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError("Unable to allocate 8 GiB"),
+        torch.OutOfMemoryError("CUDA out of memory"),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory"),
+    ],
+    ids=["numpy", "GPU", "torch"],
+)
+def test_memory_that_runs_out_in_a_plan_has_an_error_of_its_own(error, monkeypatch):
+    def fail(*args):
+        raise error
+
+    inputs = inputs_of("rgcn", random_graph(0, 12, 12, 60, 4), torch.float32)
+    made = random_graph(0, 12, 12, 60, 4)
+    with monkeypatch.context() as patched:
+        patched.setattr("bitslab.relational.graph.sort", fail)
+        with pytest.raises(rel.PlanMemoryError, match="no memory for the plan of a graph: "):
+            rgcn.compile()(made, *inputs.values())
+        with pytest.raises(rel.PlanMemoryError):
+            rel.RelationalGraph(EDGES, TYPES, 3, 2)
+    assert rgcn.compile()(made, *inputs.values()).shape == (12, 6)  # nothing half made remains
+
+
+def test_other_errors_in_a_plan_are_as_they_are(monkeypatch):
+    def fail(*args):
+        raise RuntimeError("something else")
+
+    monkeypatch.setattr("bitslab.relational.graph.sort", fail)
+    with pytest.raises(RuntimeError, match="something else") as caught:
+        rel.RelationalGraph(EDGES, TYPES, 3, 2)
+    assert not isinstance(caught.value, MemoryError)
+
+
 def test_second_derivatives_are_refused():
     graph = random_graph(0, 12, 12, 60, 4)
     inputs = [x.requires_grad_() for x in inputs_of("rgcn", graph).values()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import threading
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 import bitslab.relational as rel
 from bitslab.relational import Passes
+from bitslab.relational.graph import NO_NODE
 from tests.relational.oracle import evaluate, random_graph
 from tests.relational.programs import PROGRAMS, SAME_NODES, hgt, inputs_of, one_head, rgat, rgcn
 
@@ -86,6 +88,19 @@ def test_many_relations_of_few_rows_are_one_batch(name, monkeypatch):
     kinds = few.edge_type * (torch.arange(400) % 10 == 0)
     check(name, rel.RelationalGraph(few.edge_index, kinds, 20, 9), Passes(sides=False))
     assert not batches
+
+
+def test_rows_that_are_summed_first_have_the_lengths_of_a_batch():
+    made = random_graph(3, 20, 20, 400, 9)
+    space = "mixed:010101010"
+    rows = made.rows(space)
+    assert len({b - a for a, b in itertools.pairwise(rows.bounds)}) == 1
+    empty = rows.node == NO_NODE
+    assert 0 < int(empty.sum()) < rows.n
+    # No edge leads there or comes from there.
+    assert not empty[made.hop(f"in:{space}").to].any()
+    assert not empty[made.hop(f"out:{space}").source].any()
+    assert not empty[rows.of_edge].any()
 
 
 def steps_of(program, graph, name, passes=None):

@@ -31,9 +31,12 @@ PRODUCT_DEFINES = {
 
 def product_settings(value_bytes: int) -> dict[str, int]:
     """Return the definitions of the kernels of raw rows, of values of so many bytes."""
-    return {"CHUNK_BYTES": value_bytes, "PACKED": 0, "GRADIENT_BLOCKS": 2} | PRODUCT_DEFINES[
-        value_bytes
-    ]
+    return {
+        "CHUNK_BYTES": value_bytes,
+        "PACKED": 0,
+        "OVERLAP": 0,
+        "GRADIENT_BLOCKS": 2,
+    } | PRODUCT_DEFINES[value_bytes]
 
 
 def shared_row_bytes(depth: int, value_bytes: int) -> int:

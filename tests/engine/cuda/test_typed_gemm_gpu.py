@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +33,7 @@ def test_raw_rows(depth, width, dtype):
     g = values(BOUNDS[-1], width, dtype=dtype, seed=5)
     tiles = TypedTiles.of(BOUNDS, CUDA)
     assert kernels.takes(x.cuda(), depth)
-    on_gpu = {"index": index.cuda()}
+    on_gpu: dict[str, Any] = {"index": index.cuda()}
     runs = []
     for _ in range(3):  # what a race writes changes from run to run
         out = torch.zeros(BOUNDS[-1], width, dtype=dtype, device=CUDA)
@@ -72,7 +73,8 @@ def test_packed_rows_give_the_bits_of_raw_rows(variant, host):
         ):
             assert kernels.takes(source, raw.shape[1])
             out = torch.zeros(BOUNDS[-1], 72, dtype=dtype, device=CUDA)
-            kernels.product(source, weight, tiles, out, index=index)
+            overlapped = variant.overlapped
+            kernels.product(source, weight, tiles, out, index=index, overlapped=overlapped)
             gradient = kernels.gradient(source, g, tiles, raw.shape[1], index=index)
             found.append((out.view(torch.uint8), gradient.view(torch.uint8)))
         for out, gradient in found[1:]:

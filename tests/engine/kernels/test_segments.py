@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from bitslab.engine.kernels.cpu import segment_sums
+from bitslab.engine.kernels.cpu.loading import summing
 
 
 def drawn(seed, rows, columns, entries):
@@ -54,6 +55,19 @@ def test_sums_and_dots(entries, weighted, dtype):
     dots = segment_sums.dot_entries(to, source, edges, g, x, entries)
     expected = (g[to] * x[source]).sum(-1) * (edges >= 0)[:, None]
     torch.testing.assert_close(dots, expected)
+
+
+@pytest.mark.parametrize("cuts", [[], [4], [1, 2, 3, 5], [6]], ids=str)
+def test_each_row_of_a_sum_is_written_once(cuts):
+    """Rows without entries too, at either end and where ranges meet."""
+    starts = torch.tensor([0, 0, 2, 4, 4, 4, 6, 6, 6])
+    columns, edges, x = torch.arange(6), torch.full((6,), -1), torch.ones(6, 1, 2)
+    out = torch.full((8, 1, 2), torch.nan)
+    arrays = [t.numpy() for t in (starts, columns, edges, x[:0, 0], x, out)]
+    bounds = [0, *cuts, 6]
+    for begin, end in zip(bounds, bounds[1:], strict=False):
+        summing().sum_segments(*arrays, begin, end)
+    assert out[:, 0, 0].tolist() == [0, 2, 2, 0, 0, 2, 0, 0]
 
 
 @pytest.mark.parametrize("entries", [1, 50, 30_000])

@@ -176,3 +176,18 @@ def test_calls_that_are_not_covered_run_dgls_code():
     graph.edata["norm"] = torch.rand(EDGES, 1)
     assert torch.equal(ours(graph, x, types), plain(graph, x, types))
     assert relational_calls(ours)[""] == {"a norm that the graph has": 1}
+
+
+def test_without_memory_for_a_plan_dgls_code_runs(monkeypatch):
+    def fail(*args):
+        raise MemoryError("Unable to allocate 8 GiB")
+
+    graph, types, _ = drawn()
+    plain, ours = both("RelGraphConv", 8, 12, TYPES)
+    x = torch.randn(NODES, 8)
+    with monkeypatch.context() as patched:
+        patched.setattr("bitslab.relational.graph.sort", fail)
+        assert torch.equal(ours(graph, x, types), plain(graph, x, types))
+    assert relational_calls(ours) == {"": {"no memory for a plan": 1}}
+    torch.testing.assert_close(ours(graph, x, types), plain(graph, x, types), rtol=1e-4, atol=1e-5)
+    assert relational_calls(ours) == {"": {"no memory for a plan": 1, "": 1}}

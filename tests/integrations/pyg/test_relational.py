@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from torch_geometric.data import Data
 from torch_geometric.utils import coalesce, to_torch_csc_tensor
 
+import bitslab
 from bitslab.errors import ArgumentTypeError, IndexRangeError
 from bitslab.integrations import pyg
 from bitslab.integrations.pyg import (
@@ -322,6 +324,22 @@ def test_packed_features_of_a_data_set_are_decoded_as_they_are_multiplied():
     assert data.x.feature.kept_whole is None, "the features were decoded as a whole"
 
 
+@pytest.mark.parametrize("name", ["RGCNConv", "RGATConv"])
+@pytest.mark.parametrize("cached", [False, True], ids=["table", "cache"])
+def test_packed_rows_take_the_place_of_features(name, cached):
+    index, kind = graph()
+    plain, ours = both(name, 8, 12, TYPES)
+    x = torch.randn(NODES, 8).round()
+    packed: Any = bitslab.CompressedTable.from_tensor(x, progress=False)
+    if cached:
+        packed = bitslab.SlabCache(packed, 200, devices=["cpu"])
+        packed.fill(torch.arange(0, NODES, 2))
+    close(ours(packed, index, kind), plain(x, index, kind))
+    assert relational_calls(ours) == {"": {"": 1}}
+    if cached:
+        assert packed.stats()["hits"]
+
+
 def test_errors_name_what_is_wrong():
     index, kind = graph()
     _, ours = both("RGATConv", 8, 12, TYPES)
@@ -404,3 +422,18 @@ def test_trained_by_data_parallel_ranks(tmp_path):
     for a, b in zip(*grads, strict=True):
         if a is not None:
             close(b, a)
+
+
+@pytest.mark.parametrize("name", ["RGCNConv", "RGATConv"])
+def test_without_memory_for_a_plan_pygs_code_runs(name, monkeypatch):
+    def fail(*args):
+        raise MemoryError("Unable to allocate 8 GiB")
+
+    plain, ours = both(name, 8, 8, TYPES)
+    x, (index, kinds) = torch.randn(NODES, 8), graph()
+    with monkeypatch.context() as patched:
+        patched.setattr("bitslab.relational.graph.sort", fail)
+        assert torch.equal(ours(x, index, kinds), plain(x, index, kinds))
+    assert relational_calls(ours) == {"": {"no memory for a plan": 1}}
+    torch.testing.assert_close(ours(x, index, kinds), plain(x, index, kinds), rtol=1e-4, atol=1e-5)
+    assert relational_calls(ours) == {"": {"no memory for a plan": 1, "": 1}}

@@ -55,13 +55,17 @@ def sum_segments(starts, columns, edges, weights, x, out, begin, end):
     """Write the weighted sum of the rows of x of each row's entries.
 
     x and out are ``[rows, H, D]``, weights ``[edges, H]``, or ``[0, H]`` where all entries weigh 1.
+    The last range has the rows without entries behind it too.
     """
     weighted = weights.shape[0] > 0
     heads, width = x.shape[1], x.shape[2]
     first = np.searchsorted(starts[:-1], begin)
     for row in range(first, starts.shape[0] - 1):
-        if starts[row] >= end:
+        if starts[row] >= end and end < columns.shape[0]:
             break
+        for h in range(heads):
+            for d in range(width):
+                out[row, h, d] = 0
         for i in range(starts[row], starts[row + 1]):
             column, edge = columns[i], edges[i]
             for h in range(heads):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
 from pathlib import Path
@@ -181,13 +181,11 @@ ATTEND_THREADS = ((4, 1024), (8, 768), (16, 384), (64, 256))
 ATTEND_HALF_THREADS = ((8, 1024), (16, 512), (64, 256))
 #: How kernels of attention know dtypes.
 VALUE_KINDS = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-
 #: Lowest bit of the one-byte exponent fields that have kernels of their own, by chunk_bytes.
 BYTE_FIELDS = {
     2: EXPONENT_FIELDS[torch.bfloat16][0],
     4: EXPONENT_FIELDS[torch.float32][0],
 }
-
 
 #: What kernels of coded tiles are compiled for.
 TILE_SETTINGS = ("KIND", "TOKENS", "DIM", "GRANULARITY", "TOKEN_PAIRS", "LOOKUP_BITS")
@@ -245,6 +243,8 @@ class Variant:
         Whether the mask is the one-byte exponent field of `BYTE_FIELDS`.
     counted : bool
         Whether a decoder reads on the device how many rows there are.
+    overlapped : bool
+        Whether typed products rebuild the rows of the next tile while they multiply one.
     """
 
     file: str
@@ -255,6 +255,7 @@ class Variant:
     vector: int = 1
     byte_field: bool = False
     counted: bool = False
+    overlapped: bool = False
 
     def defines(self) -> dict[str, str | int]:
         """Return the preprocessor's definitions."""
@@ -285,6 +286,7 @@ class Variant:
             defines |= CACHE_DEFINES
         elif self.file == "typed_gemm":
             defines |= CACHE_DEFINES | PRODUCT_DEFINES[self.chunk_bytes] | {"PACKED": 1}
+            defines["OVERLAP"] = int(self.overlapped)
             defines["GRADIENT_BLOCKS"] = 2 if self.byte_field else 1
         else:
             defines["COUNTED"] = int(self.counted)
@@ -313,7 +315,7 @@ class Variant:
         words += ["grouped"] if self.grouped else []
         words += [f"v{self.vector}"] if self.file in ("decode", "gather") else []
         words += ["bytes"] if self.byte_field else []
-        words += ["counted"] if self.counted else []
+        words += [word for word in ("counted", "overlapped") if getattr(self, word)]
         return "-".join(words)
 
 
@@ -424,6 +426,7 @@ def segment_sums_variant(real_bytes: int, vector: int) -> PlainVariant:
     return PlainVariant("segment_sums", (("REAL_BYTES", real_bytes), ("VECTOR", vector)))
 
 
+@cache
 def typed_gemm_variant(value_bytes: int) -> PlainVariant:
     """Return the typed products of raw rows, of values of so many bytes."""
     settings = product_settings(value_bytes) | CACHE_DEFINES
@@ -584,13 +587,16 @@ def all_variants() -> Iterator[AnyVariant]:
                 yield Variant("decode", width, bits, grouped, uniform, vector, counted=True)
             yield Variant("gather", width, bits, grouped, uniform, vector)
         if width in PRODUCT_DEFINES:
-            widest = widest_vector(width, uniform)
-            yield Variant("typed_gemm", width, bits, grouped, uniform, widest)
+            typed = Variant(
+                "typed_gemm", width, bits, grouped, uniform, widest_vector(width, uniform)
+            )
+            yield from (typed, replace(typed, overlapped=True))
     for width, grouped in product(BYTE_FIELDS, (False, True)):
         yield Variant("encode", width, 3, grouped, True, byte_field=True)
         yield Variant("rewrite", width, 3, grouped, True, byte_field=True)
         yield Variant("pack", width, 3, grouped, True, byte_field=True)
-        for file in ("decode", "gather", "typed_gemm"):
-            yield Variant(file, width, 3, grouped, True, widest_vector(width, True), True)
         widest = widest_vector(width, True)
+        for file in ("decode", "gather", "typed_gemm"):
+            yield Variant(file, width, 3, grouped, True, widest, True)
         yield Variant("decode", width, 3, grouped, True, widest, True, counted=True)
+        yield Variant("typed_gemm", width, 3, grouped, True, widest, True, overlapped=True)
