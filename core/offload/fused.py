@@ -12,7 +12,6 @@ from torch import nn
 from ..engine.advisor import fused_times, measured_rows
 from ..engine.kernels.packed_products import MAX_INPUT_ROWS
 from ..errors import ArgumentError
-from ..module_tensors import own_parameters
 from .guards import CallGuard
 from .handles import WeightHandle
 from .products import PackedProduct
@@ -100,10 +99,13 @@ class FusedUnit:
         rows = measured_rows(x_rows)
         found = self._pays.get(rows)
         if found is None:
-            times = [
-                fused_times(product.name, rows, self._device, product.prepared)
-                for product in self._products.values()
-            ]
+            try:
+                times = [
+                    fused_times(product.name, rows, self._device, product.prepared)
+                    for product in self._products.values()
+                ]
+            except torch.OutOfMemoryError:  # no room to measure: asked again in the next pass
+                return False
             fused, decoded = sum(t.fused_s for t in times), sum(t.decoded_s for t in times)
             found = self._pays[rows] = fused < decoded
         return found
@@ -114,11 +116,13 @@ class FusedUnit:
 
         def around(forward: Callable[..., Any]) -> Callable[..., Any]:
             def called(*args: Any, **kwargs: Any) -> Any:
-                if self.active and len(args) == 1 and not kwargs:
+                x = kwargs.get("input") if not args else args[0]
+                if self.active and len(args) + len(kwargs) == 1 and x is not None:
                     weight = ref.get()
                     if isinstance(weight, WeightHandle) and weight.packed_name == name:
-                        bias = own_parameters(ref.module).get("bias")
-                        found = product.multiplied(args[0], bias)
+                        # As its forward pass finds it, which may be no parameter (pruning).
+                        bias = getattr(ref.module, "bias", None)
+                        found = product.multiplied(x, bias)
                         if found is not None:
                             return found
                 return forward(*args, **kwargs)

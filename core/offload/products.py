@@ -67,8 +67,10 @@ class PackedProduct:
 
     @property
     def name(self) -> str:
-        """What tells weights that take other times: their shape and plan."""
-        return f"{self._width} x {self._depth} {self._record.codec.describe()}"
+        """What tells weights that take other times: shape, plan, multiprocessors for decoding."""
+        budget = "all" if self._sm_budget is None else self._sm_budget
+        plan = self._record.codec.describe()
+        return f"{self._width} x {self._depth} {plan}, {budget} multiprocessors"
 
     def multiplied(self, x: Any, bias: torch.Tensor | None) -> torch.Tensor | None:
         """Return ``x weight^T + bias``, or None where the weight is decoded first.

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize, prune
 
 from bitslab.engine.advisor import FusedTimes
 from bitslab.errors import ArgumentError
@@ -83,6 +84,59 @@ def test_few_rows_are_multiplied_and_nothing_is_decoded(shape):
     counts = stats(packed)
     assert counts["fused"] == 2 and counts["loads"] == counts["buffers"] == 0
     assert "in another order" in str(offload_report(packed))
+
+
+@pytest.mark.parametrize("kind", ["pruned", "parametrized", "buffer"])
+def test_a_bias_that_is_no_parameter_is_added(kind):
+    plain, packed = model_of(), model_of()
+    for model in (plain, packed):
+        for block in model:
+            up = block.up
+            with torch.no_grad():
+                up.bias.normal_(0, 3, generator=torch.Generator().manual_seed(2))
+            if kind == "pruned":
+                prune.l1_unstructured(up, "bias", amount=0.3)
+            elif kind == "parametrized":
+                parametrize.register_parametrization(up, "bias", nn.Tanh())
+            else:
+                bias = up.bias.detach()
+                del up.bias
+                up.register_buffer("bias", bias)
+    pack(packed, fused=True)
+    x = x_of(3)
+    with torch.no_grad():
+        close(packed(x), plain(x))
+    assert stats(packed)["fused"] == 2
+
+
+def test_an_input_by_name_is_multiplied_too():
+    class Named(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            found: torch.Tensor = self.down(input=torch.relu(self.up(input=self.norm(x))))
+            return found
+
+    torch.manual_seed(0)
+    model = with_normal_weights(nn.Sequential(Named(), Named()).bfloat16().eval())
+    x = x_of(2)
+    with torch.no_grad():
+        expected = model(x)
+        close(pack(model, fused=True)(x), expected)
+    counts = stats(model)
+    assert counts["fused"] == 2 and counts["loads"] == 0
+
+
+def test_without_memory_to_measure_a_pass_is_decoded(monkeypatch):
+    def times(*_: Any) -> FusedTimes:
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr("bitslab.offload.fused.fused_times", times)
+    plain, packed = model_of(), pack(model_of(), fused="auto")
+    x = x_of(2)
+    with torch.no_grad():
+        assert torch.equal(packed(x), plain(x))
+        monkeypatch.setattr("bitslab.offload.fused.fused_times", lambda *_: FusedTimes(1.0, 2.0))
+        close(packed(x), plain(x))
+    assert stats(packed)["fused"] == 2
 
 
 @pytest.mark.parametrize(

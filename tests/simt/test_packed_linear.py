@@ -6,6 +6,8 @@ with the product in float64: within one rounding to bfloat16 and the bound of fl
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -14,7 +16,11 @@ from hypothesis import strategies as st
 from bitslab.engine.codecs.invariant.codec import InvariantCodec
 from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.cpu.packed_linear import multiply_packed
-from bitslab.engine.kernels.cuda.packed_linear import PackedLinearKernels
+from bitslab.engine.kernels.cuda.packed_linear import (
+    MAX_EXCEPTION_BYTES,
+    PackedLinearKernels,
+    staged_words,
+)
 from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, NO_ERROR
 from bitslab.engine.kernels.format import RowStorage
 from bitslab.engine.kernels.packed_products import MAX_INPUT_ROWS, is_multiplied_packed
@@ -121,6 +127,25 @@ def test_any_shape_any_exceptions_and_raw_rows(
     twin = torch.empty(x_rows, n_rows, dtype=torch.bfloat16)
     multiply_packed(stored[0], stored[1], x, None, twin)
     check(twin, x, weight)
+
+
+@pytest.mark.parametrize("raw", [0.0, 1.0], ids=["fewer-rows-than-a-block", "raw-rows"])
+def test_nothing_in_front_of_the_words_is_read(raw):
+    weight = weight_of(20, 256, raw=raw)
+    storage, layout, facts = packed(weight, weight_of(64, 256, 1, 0.0))
+    storage = replace(storage, words=guarded(storage.words, side="start"))
+    x = inputs(2, 256)
+    out = torch.empty(2, 20, dtype=torch.bfloat16)
+    linear("kernel", storage, layout, facts)[0](x, None, out)
+    check(out, x, weight)
+
+
+def test_blocks_have_room_for_the_exceptions_of_every_row():
+    most = MAX_EXCEPTION_BYTES // 4
+    for words in range(most - 5):
+        # As the kernel asks: those before and behind them in 16 bytes are copied too.
+        assert words + 5 <= staged_words(words) <= most + 4
+    assert staged_words(10 * most) == staged_words(most)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

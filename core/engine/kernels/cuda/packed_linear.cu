@@ -34,6 +34,7 @@
 static_assert(COUNTED_WARPS == 8 && MAX_WARPS <= 8, "four lanes add the counts of a row");
 
 enum { NO_ROW, RAW, PACKED };
+enum { NOTHING = -0x40000000 };  // an end that no word is before
 
 // What the lanes of a row know of it.
 struct Row {
@@ -119,9 +120,11 @@ __device__ __forceinline__ void fetch(const Args& a, u32* stage, const Row (&row
       // Words that this lane copies first: of the payload, and, as far behind it in the slot, of codes.
       const int payload = ((at + 8 * first_group) & ~3) + 4 * (lane & 7);
       const int code = ((codes + 3 * first_group) & ~3) + 4 * (lane & 7) - 4 * PAYLOAD_PIECES;
-      const int payload_end = at + 8 * end_group, code_end = codes + 3 * end_group;
+      // Of a row that is not packed nothing is copied: its first word would be that before `lines`.
+      const int payload_end = at < 0 ? NOTHING : at + 8 * end_group;
+      const int code_end = at < 0 ? NOTHING : codes + 3 * end_group;
       u32* to = stage + (4 * pass + (lane >> 3)) * SLOT_WORDS + 4 * (lane & 7);
-      fetch_pieces<WHOLE, 0>(a, to, payload, code, at < 0 ? -1 : payload_end, at < 0 ? -1 : code_end);
+      fetch_pieces<WHOLE, 0>(a, to, payload, code, payload_end, code_end);
     }
   }
   copy_async_commit();

@@ -82,8 +82,7 @@ class PackedLinearKernels:
         words = aligned_to(storage.words, WORDS_ALIGN_BYTES)
         f, n_rows = layout.format, storage.lengths.shape[0]
         groups = f.chunks // 32
-        exceptions = 4 * max(0, facts["max_row_words"] - 11 * groups) + 16
-        exception_words = 4 * (min(exceptions, MAX_EXCEPTION_BYTES) // 16 | 1)
+        exception_words = staged_words(max(0, facts["max_row_words"] - 11 * groups))
         launches: list[tuple[int, int, Launch]] = []
         for shape in LINEAR_SHAPES:
             warps = self._warps(shape, exception_words)
@@ -133,6 +132,16 @@ class PackedLinearKernels:
             return warps * min(most // block, shape.max_warps * shape.blocks // warps)
 
         return max((warps for warps in (8, 4, 2) if warps <= shape.max_warps), key=at_once)
+
+
+def staged_words(exception_words: int) -> int:
+    """Return the words of shared memory for exceptions of a row that has so many words of them.
+
+    They begin anywhere in 16 bytes and are read two words at a time. The number of pieces of 16
+    bytes is odd, so that rows lie at different banks.
+    """
+    needed_bytes = min(4 * (exception_words + 5), MAX_EXCEPTION_BYTES)
+    return 4 * (ceil_div(needed_bytes, 16) | 1)
 
 
 def shared_bytes(shape: LinearShape, exception_words: int, warps: int) -> int:
