@@ -79,7 +79,8 @@ class Placement:
     Parameters
     ----------
     offload : bool, float or "auto"
-        As `check_offload` accepts. "auto" begins with all in host memory.
+        As `check_offload` accepts. A share is of whole layers, halves rounded up, and of one at the
+        least unless it is 0. "auto" begins with all in host memory.
     layers : sequence of int
         The layers, in the order of the model.
 
@@ -101,7 +102,8 @@ class Placement:
         self.layers = list(layers)
         share = check_offload(offload)
         self.balance = Balance() if share == "auto" else None
-        n = round(len(self.layers) * (1.0 if share == "auto" else float(share)))
+        exact = len(self.layers) * (1.0 if share == "auto" else float(share))
+        n = max(int(exact + 0.5), min(1, len(self.layers)) if exact else 0)
         self.hosted = {self.layers[i] for i in spread(len(self.layers), n)}
 
     def put(self, layer: int, *, on_host: bool) -> None:

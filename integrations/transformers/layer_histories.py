@@ -111,6 +111,7 @@ class LayerHistories:
                 return False
             for commit in commits:
                 commit()
+            reader.drop_stale()
         self.placement.put(layer, on_host=on_host)
         self._expect(2 * max(1, len(self.placement.hosted)))
         return True
@@ -181,10 +182,12 @@ class LayerHistories:
 
     def _reader(self, device: torch.device) -> HistoryReader:
         if device not in self.readers:
-            self.readers[device] = HistoryReader(
+            reader = self.readers[device] = HistoryReader(
                 device,
                 offload=True,  # or as `placement` has it
                 sm_budget=self._sm_budget,
                 histories=self._expected,
             )
+            if self.placement.balance is not None and reader.link.streams is not None:
+                crossing_seconds(device, 0)  # measures the link before our words cross it
         return self.readers[device]

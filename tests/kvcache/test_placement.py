@@ -66,6 +66,16 @@ def test_a_share_is_rounded_to_layers(share: float, hosted: set[int]) -> None:
     assert placement.balance is None
 
 
+@pytest.mark.parametrize(
+    ("share", "n_layers", "hosted"),
+    [(0.5, 1, 1), (0.5, 3, 2), (0.5, 5, 3), (0.01, 6, 1), (0.01, 0, 0), (0.0, 6, 0), (0.99, 6, 6)],
+)
+def test_halves_are_rounded_up_and_a_share_is_of_a_layer_at_least(
+    share: float, n_layers: int, hosted: int
+) -> None:
+    assert len(Placement(share, range(n_layers)).hosted) == hosted
+
+
 def test_the_next_layer_in_host_memory() -> None:
     assert Placement(0.5, range(4)).next_hosted() == {0: 1, 1: 3, 2: 3, 3: 1}
     assert Placement(1.0, [2, 3]).next_hosted() == {2: 3, 3: 2}

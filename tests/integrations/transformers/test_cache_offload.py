@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from bitslab.integrations.transformers import (
     KVCompCache,
     layer_histories,
 )
-from bitslab.kvcache import HistoryReader, reader, words
+from bitslab.kvcache import HistoryReader, fetching, reader, words
 from bitslab.kvcache.link import Streams
 from bitslab.kvcache.words import DeviceWords, HostWords
 from tests.integrations.transformers.models import SMALL, config_of, dynamic, model_of, prompt_of
@@ -375,6 +376,45 @@ def test_a_layer_moves_where_the_device_has_no_memory_left(
     cache._next_hosted = cache._histories.placement.next_hosted()
     for step in range(3):
         assert same(feed(cache, 1, step), feed(plain, 1, step))
+
+
+def test_a_layer_that_has_moved_leaves_no_host_memory(crossing: None) -> None:
+    """Words of it may have crossed ahead of the next pass."""
+    cache = cache_of("lossless", True)
+    for step in range(2):
+        feed(cache, 150, step)
+    made = next(iter(cache._histories.readers.values()))
+    ahead = [i for i in range(LAYERS) if fetching.holding(made._words, cache.layers[i].histories)]
+    assert ahead
+    for layer in ahead:
+        histories = cache.layers[layer].histories
+        pieces = [ref(piece) for history in histories for piece in history.words._pieces]
+        assert pieces
+        assert cache._histories.move(layer, histories, on_host=False)
+        assert not any(piece() is not None for piece in pieces)
+
+
+@pytest.mark.parametrize("share", ["auto", 0.5], ids=str)
+def test_the_link_is_measured_before_words_cross_it(
+    share: Any, crossing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and only where that is needed; beside other copies it would seem slower."""
+    measured: list[int] = []
+    cache: Any = None
+
+    def logged(device: torch.device, nbytes: float) -> float:
+        crossed = [] if cache is None else [cache.stats()["moved_to_host_bytes"]]
+        measured.append(sum(crossed))
+        return 1.0
+
+    monkeypatch.setattr(layer_histories, "crossing_seconds", logged)
+    for device in ("cpu", None):
+        cache = None
+        cache = cache_of("lossless", share, device=device)
+        feed(cache, 150)
+        assert cache.stats()["moved_to_host_bytes"]
+        assert measured == ([0] if share == "auto" else [])
+        measured.clear()
 
 
 def test_bad_k_and_v_are_refused_with_auto_as_without() -> None:
