@@ -22,9 +22,12 @@ from bitslab.integrations.transformers import CompressedCache, KVCompCache
 
 #: Tokens behind a prompt: the first few learn the order of layers and begin what is packed late.
 NEW_TOKENS, WARM_TOKENS = 20, 4
+#: In place of WARM_TOKENS where layers are moved by measuring: seven for each of six moves, which
+#: are the most in simulated passes, and some.
+BALANCE_TOKENS = 48
 #: Tokens within which each layer of a packed cache packs a block of 64 at some time: the slowest of
 #: them is the worst case. Other caches, which do the same for each token, take NEW_TOKENS.
-BLOCK_TOKENS = WARM_TOKENS + 68
+BLOCK_TOKENS = 68
 DYNAMIC, OFFLOADED, KVCOMP_HOST = "DynamicCache", "transformers' offloaded", "KVCompCache, host"
 KVCOMP_DEVICE = "KVCompCache, device"
 CASES: dict[str, Case] = {
@@ -76,7 +79,8 @@ WAYS: dict[str, Make] = {
 class Request:
     """One prompt and its tokens; memory beyond what was allocated before, in bytes.
 
-    `worst_ms` is a token's in which blocks are packed, the slowest; `host_ms` is the time until a
+    `worst_ms` is a token's in which blocks are packed, the slowest, or one in which "auto" moves a
+    layer, once it has found how many stay on the host; `host_ms` is the time until a
     token's last kernel is queued: where that is nearly `token_ms`, the host decides, else the GPU
     or the link.
     """
@@ -176,8 +180,9 @@ def _take_turn(
     try:
         cache = WAYS[way](model.config, device)
         blocks = device.type == "cuda" and way.startswith(("Compressed", "KVComp"))
-        n = BLOCK_TOKENS if blocks else NEW_TOKENS
-        request = _request(model, cache, ids, chunk_tokens, n)
+        warm = BALANCE_TOKENS if blocks and way.endswith("auto") else WARM_TOKENS
+        n = warm + BLOCK_TOKENS if blocks else NEW_TOKENS
+        request = _request(model, cache, ids, chunk_tokens, n, warm)
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         # Backends that are missing say so by one of these, and memory that runs out.
         found.problem = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -189,7 +194,12 @@ def _take_turn(
 
 @torch.no_grad()
 def _request(
-    model: Any, cache: Any, ids: torch.Tensor, chunk_tokens: int, new_tokens: int
+    model: Any,
+    cache: Any,
+    ids: torch.Tensor,
+    chunk_tokens: int,
+    new_tokens: int,
+    warm_tokens: int,
 ) -> Request:
     device = ids.device
     before = _allocated(device)
@@ -202,7 +212,7 @@ def _request(
     prompt_peak = _peak(device) - before
     times, queued = [], []
     for i in range(new_tokens - 1):
-        if i == WARM_TOKENS:
+        if i == warm_tokens:
             _reset_peak(device)
         start = _now(device)
         logits = model(tokens[-1][:, None], past_key_values=cache).logits
@@ -213,9 +223,9 @@ def _request(
     return Request(
         1e3 * prompt,
         1e3 * times[0],
-        1e3 * statistics.median(times[WARM_TOKENS:]),
-        1e3 * max(times[WARM_TOKENS:]),
-        1e3 * statistics.median(queued[WARM_TOKENS:]),
+        1e3 * statistics.median(times[warm_tokens:]),
+        1e3 * max(times[warm_tokens:]),
+        1e3 * statistics.median(queued[warm_tokens:]),
         prompt_peak,
         _allocated(device) - before,
         _peak(device) - before,

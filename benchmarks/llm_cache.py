@@ -1,10 +1,11 @@
 """The K/V cache: on the device, transformers' offloaded one, packed on the host and on the device.
 
 Also with every other layer on the host, and with as many as `offload="auto"` leaves there: what
-lies there at the end of a run stands in its row. Weights are on the device throughout. New tokens
-go down to the host in blocks of 64 once they leave the window of 128, so bytes for each token are
-only even over several blocks. nvCOMP has no cache for transformers, so it is only in the part for
-weights.
+lies there at the end of a run stands in its row, and its times are with the tokens in which it
+measures and moves layers, some 40 of the first ones. Weights are on the device throughout. New
+tokens go down to the host in blocks of 64 once they leave the window of 128, so bytes for each
+token are only even over several blocks. nvCOMP has no cache for transformers, so it is only in the
+part for weights.
 """
 
 from __future__ import annotations

@@ -68,8 +68,8 @@ class PackedAttention:
     ) -> torch.Tensor:
         """Return attention to all tokens, on the current stream.
 
-        On a GPU words of the host are those that `HistoryReader.prefetch_words` has brought, or
-        they are brought now.
+        On a GPU words of the host are those that `HistoryReader.prefetch_words` has fetched, or
+        they are fetched now.
 
         Parameters
         ----------

@@ -38,6 +38,8 @@ class WordBuffer:
     ----------
     content : Crossing or None
         What it holds, or is being filled with.
+    in_use : bool
+        Whether a stream reads it, from `use` to `release`.
     memory : torch.Tensor
         int32 ``[n]``; another tensor where more was needed.
     """
@@ -47,6 +49,7 @@ class WordBuffer:
         self.memory = torch.empty(0, dtype=torch.int32, device=device)
         self._copied: list[torch.cuda.Event | None] = []  # of each history
         self.content: Crossing | None = None
+        self.in_use = False
         self._crossings: WeakKeyDictionary[Revision, Crossing] = WeakKeyDictionary()
         self._readers: set[int] = set()  # streams that the allocator knows to read the memory
         self._released: torch.cuda.Event | None = None  # behind what read the words last
@@ -62,7 +65,7 @@ class WordBuffer:
             Whether those of each are waited for by themselves, so that K is decoded while V
             crosses.
         """
-        self.content = None
+        self.content, self.in_use = None, False
         crossing = self._crossings.get(histories[0].revision)
         if crossing is None or not _same(crossing.revisions, histories):
             crossing = Crossing(histories, self._parts(histories))
@@ -87,6 +90,7 @@ class WordBuffer:
     def use(self, current: torch.cuda.Stream) -> None:
         """Make a stream wait for the words, which it reads."""
         assert self.content is not None
+        self.in_use = True
         for copied in self.content.copied:
             if copied is not None:
                 copied.wait(current)
@@ -97,7 +101,7 @@ class WordBuffer:
     def release(self, current: torch.cuda.Stream) -> None:
         """Allow the words to be overwritten once a stream has reached this point."""
         self._released = record_on(current, self._released)
-        self.content = None
+        self.content, self.in_use = None, False
 
     def _parts(self, histories: Sequence[PackedHistory]) -> list[torch.Tensor]:
         """Return room for the words of each history and PAD_WORDS behind them."""
@@ -368,12 +372,24 @@ def next_free(buffers: Sequence[Buffer], turn: int) -> Buffer | None:
     """
     for i in range(turn, turn + len(buffers)):
         buffer = buffers[i % len(buffers)]
-        if buffer.content is None:
+        if buffer.content is None or _stale(buffer.content):
             return buffer
-        for revision in buffer.content.revisions:
-            if revision() is None:
-                return buffer
     return None
+
+
+def drop_stale(buffers: Sequence[Buffer]) -> None:
+    """Make buffers forget histories that have changed, and the memory they were copied from."""
+    for buffer in buffers:
+        if buffer.content is not None and _stale(buffer.content):
+            buffer.content = None
+
+
+def _stale(content: Crossing | Decoding) -> bool:
+    """Return whether any of the histories has changed, or is gone."""
+    for revision in content.revisions:
+        if revision() is None:
+            return True
+    return False
 
 
 def _aligned(nbytes: int) -> int:

@@ -469,8 +469,8 @@ class PackedTokens:
         before, self.words = self.words, words
         if words.on_host and not before.on_host:
             self.moved_to_host_bytes += 4 * words.n_words
-        before.clear()
         self._change()
+        before.clear()
 
     def _made(self) -> torch.cuda.Event | None:
         """Return an event behind what was written on the current stream."""

@@ -16,8 +16,12 @@ Offload = bool | float | Literal["auto"]
 
 #: Crossing is hidden if computing takes this much longer: copies do not follow one another closely.
 SLACK = 1.1
-#: A pass that takes less than this share of what its words need to cross was not waited for.
-LEAST_SHARE = 0.8
+#: A pass that takes this many times what its words need to cross was bound by computing: less may
+#: be a link slower than measured, and time between passes in which little crosses.
+COMPUTING_SHARE = 2.0
+#: A pass that takes less than this share of that was not waited for: links are hardly that much
+#: faster than measured.
+LEAST_SHARE = 0.5
 #: Passes of which the fastest one counts.
 PASSES = 4
 #: Passes that are not measured behind a change: the first ones plan anew, or pack a prompt.
@@ -75,7 +79,8 @@ class Placement:
     Parameters
     ----------
     offload : bool, float or "auto"
-        As `check_offload` accepts. "auto" begins with all in host memory.
+        As `check_offload` accepts. A share is of whole layers, halves rounded up, and of one at the
+        least unless it is 0. "auto" begins with all in host memory.
     layers : sequence of int
         The layers, in the order of the model.
 
@@ -97,7 +102,8 @@ class Placement:
         self.layers = list(layers)
         share = check_offload(offload)
         self.balance = Balance() if share == "auto" else None
-        n = round(len(self.layers) * (1.0 if share == "auto" else float(share)))
+        exact = len(self.layers) * (1.0 if share == "auto" else float(share))
+        n = max(int(exact + 0.5), min(1, len(self.layers)) if exact else 0)
         self.hosted = {self.layers[i] for i in spread(len(self.layers), n)}
 
     def put(self, layer: int, *, on_host: bool) -> None:
@@ -131,8 +137,9 @@ class Balance:
     The most layers whose words cross while a pass of few tokens computes: more would be waited for,
     fewer would take device memory for nothing. More lie in host memory where the device lacks room.
 
-    A pass that takes longer than its words need to cross shows what computing takes. As long as
-    none does, half of the layers that cross are moved to the device after some passes.
+    A pass that takes much longer than its words need to cross shows what computing takes. As long
+    as none does, half of the layers that cross are moved to the device after some passes: so a link
+    of half the rate that was measured is not taken for computing.
 
     Parameters
     ----------
@@ -192,7 +199,7 @@ class Balance:
         """
         crossing_s, pass_s = hosted * layer_s, self._fastest_s
         chosen = hosted
-        if pass_s > SLACK * crossing_s:
+        if pass_s > COMPUTING_SHARE * crossing_s:
             self.compute_s = pass_s
         elif pass_s >= LEAST_SHARE * crossing_s:
             if self.compute_s is None:
@@ -212,6 +219,10 @@ class Balance:
         self._restart()
         return chosen
 
+    def settle(self) -> None:
+        """Record that what was chosen cannot be done: `hosted` is asked again much later."""
+        self._settled = True
+
     def __getstate__(self) -> dict[str, Any]:
         """Leave out times, which hold in one process."""
         return {**self.__dict__, "_begin_s": None, "_fastest_s": math.inf}
@@ -223,7 +234,12 @@ def crossing_seconds(device: torch.device, nbytes: float) -> float:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes of a GPU that are free for K and V, less a share that is left free."""
+    """Return the bytes of a GPU that are free for K and V, less a share that is left free.
+
+    No more than the process may take: see `torch.cuda.set_per_process_memory_fraction`.
+    """
     free, total = torch.cuda.mem_get_info(device)
-    cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return free + cached - int(FREE_SHARE * total)
+    allocated = torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - allocated
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free + cached, allowed - allocated) - int(FREE_SHARE * total)

@@ -10,7 +10,7 @@ import torch
 from ..engine.kernels.cuda.stream import current_stream
 from ..errors import ArgumentError, ArgumentTypeError
 from .arena import HostArena
-from .fetching import TokenBuffer, WordBuffer, holding, next_free
+from .fetching import TokenBuffer, WordBuffer, drop_stale, holding, next_free
 from .gathering import RowGatherer
 from .history import PackedHistory
 from .learning import LearningQueue
@@ -229,16 +229,34 @@ class HistoryReader:
             self._copy(histories, each=decoded)
 
     def done(self, histories: Sequence[PackedHistory]) -> None:
-        """Release what `read` returned, after work on the current stream."""
+        """Release what `read` returned, after work on the current stream.
+
+        Raises
+        ------
+        ArgumentError
+            When `stage` returned the words of these histories, which `done_words` releases.
+        """
         buffer = holding(self._tokens, histories)
         if buffer is not None:
             buffer.release(current_stream(self.link.device))
+            return
+        words = holding(self._words, histories)
+        if words is not None and words.in_use:
+            raise ArgumentError(
+                "histories: `stage` has returned their words, which `done_words` releases; "
+                "accepted are histories that were read"
+            )
 
     def done_words(self, histories: Sequence[PackedHistory]) -> None:
         """Release what `stage` returned, after work on the current stream."""
         buffer = holding(self._words, histories)
         if buffer is not None:
             buffer.release(current_stream(self.link.device))
+
+    def drop_stale(self) -> None:
+        """Forget what was fetched of histories that have changed since, with its host memory."""
+        drop_stale(self._words)
+        drop_stale(self._tokens)
 
     # Inside
 

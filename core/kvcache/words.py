@@ -298,7 +298,7 @@ class DeviceWords:
     def __init__(self, link: Link, *, on_host: bool = False) -> None:
         self.link = link
         self.on_host = on_host
-        self._words = torch.zeros(PAD_WORDS, dtype=torch.int32, device=link.device)
+        self._words = torch.empty(0, dtype=torch.int32, device=link.device)
         self._ahead_words = 0
         self.n_words = 0
 
@@ -310,7 +310,7 @@ class DeviceWords:
     def reserve(self, n_words: int) -> None:
         """Make the next tensor have room for `n_words` words."""
         if self.nbytes < 4 * n_words:
-            self._words, self._ahead_words = self._words.new_zeros(PAD_WORDS), n_words
+            self._words, self._ahead_words = self._words.new_empty(0), n_words
 
     def expect(self, n_words: int, raw_words: int, *, tokens: int) -> None:
         """Do nothing: memory of the device is taken at once."""
@@ -339,7 +339,10 @@ class DeviceWords:
 
     def whole(self) -> torch.Tensor:
         """Return the words and PAD_WORDS behind them."""
-        return self._words[: self.n_words + PAD_WORDS]
+        end = self.n_words + PAD_WORDS
+        if self._words.shape[0] < end:  # nothing was appended
+            self._words = self._words.new_zeros(end)
+        return self._words[:end]
 
     def fetch(self) -> torch.Tensor:
         """Return the words and PAD_WORDS behind them."""
@@ -361,8 +364,11 @@ class DeviceWords:
         """Keep the tensor, which is one piece."""
 
     def clear(self) -> None:
-        """Drop the tensor; streams that read it are known to torch's allocator."""
-        self._words, self._ahead_words, self.n_words = self._words.new_zeros(PAD_WORDS), 0, 0
+        """Drop the tensor; streams that read it are known to torch's allocator.
+
+        It takes no memory, of which there may be none.
+        """
+        self._words, self._ahead_words, self.n_words = self._words.new_empty(0), 0, 0
 
     def __getstate__(self) -> dict[str, Any]:
         """Take the words along, in memory of their exact size."""

@@ -70,7 +70,9 @@ class LayerHistories:
             Of a sequence, in the pass that begins.
         """
         placement, devices = self.placement, list(self.readers)
-        if placement.balance is None or not placement.balance.begin(tokens):
+        if placement.balance is None or not devices:  # none before the first K and V
+            return False
+        if not placement.balance.begin(tokens):
             return False
         if any(reader.link.streams is None for reader in self.readers.values()):
             return False  # nothing crosses
@@ -85,8 +87,13 @@ class LayerHistories:
                 min(map(free_bytes, devices)) * len(devices),
             )
         )
-        moved = [self.move(i, layers[i], on_host=i in chosen) for i in chosen ^ placement.hosted]
-        return any(moved)
+        wanted = sorted(chosen ^ placement.hosted)
+        for done, i in enumerate(wanted):
+            if not self.move(i, layers[i], on_host=i in chosen):
+                if not done:  # not again with every few tokens
+                    placement.balance.settle()
+                return done > 0
+        return bool(wanted)
 
     def move(self, layer: int, histories: Sequence[PackedHistory], *, on_host: bool) -> bool:
         """Move the packed words of a layer; return whether there was memory for them.
@@ -104,6 +111,7 @@ class LayerHistories:
                 return False
             for commit in commits:
                 commit()
+            reader.drop_stale()
         self.placement.put(layer, on_host=on_host)
         self._expect(2 * max(1, len(self.placement.hosted)))
         return True
@@ -174,10 +182,12 @@ class LayerHistories:
 
     def _reader(self, device: torch.device) -> HistoryReader:
         if device not in self.readers:
-            self.readers[device] = HistoryReader(
+            reader = self.readers[device] = HistoryReader(
                 device,
                 offload=True,  # or as `placement` has it
                 sm_budget=self._sm_budget,
                 histories=self._expected,
             )
+            if self.placement.balance is not None and reader.link.streams is not None:
+                crossing_seconds(device, 0)  # measures the link before our words cross it
         return self.readers[device]

@@ -155,8 +155,10 @@ class PackedCache(DynamicCache, SelfAttentionCache):
 
     def _begin_pass(self, key_states: torch.Tensor) -> None:
         """Move layers between host and device before a pass, where they are placed by measuring."""
-        if self._histories.placement.balance is None or key_states.dim() != 4:
+        if self._histories.placement.balance is None:
             return
+        if not isinstance(key_states, torch.Tensor) or key_states.dim() != 4:
+            return  # the layer refuses it
         layers = {i: layer.histories for i, layer in self._packed.items()}
         if self._histories.rebalance(layers, key_states.shape[2]):
             self._next_hosted = self._histories.placement.next_hosted()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import pickle
+from itertools import pairwise
 from typing import Any
 
 import pytest
+import torch
 
 from bitslab.errors import ArgumentError, ArgumentTypeError
-from bitslab.kvcache import Balance, Placement, check_offload
+from bitslab.kvcache import Balance, Placement, check_offload, free_bytes
 from bitslab.kvcache.placement import AGAIN_PASSES, spread
 
 
@@ -64,6 +66,16 @@ def test_a_share_is_rounded_to_layers(share: float, hosted: set[int]) -> None:
     assert placement.balance is None
 
 
+@pytest.mark.parametrize(
+    ("share", "n_layers", "hosted"),
+    [(0.5, 1, 1), (0.5, 3, 2), (0.5, 5, 3), (0.01, 6, 1), (0.01, 0, 0), (0.0, 6, 0), (0.99, 6, 6)],
+)
+def test_halves_are_rounded_up_and_a_share_is_of_a_layer_at_least(
+    share: float, n_layers: int, hosted: int
+) -> None:
+    assert len(Placement(share, range(n_layers)).hosted) == hosted
+
+
 def test_the_next_layer_in_host_memory() -> None:
     assert Placement(0.5, range(4)).next_hosted() == {0: 1, 1: 3, 2: 3, 3: 1}
     assert Placement(1.0, [2, 3]).next_hosted() == {2: 3, 3: 2}
@@ -82,10 +94,23 @@ def test_few_layers_move() -> None:
 
 
 class Machine:
-    """Passes that take what computing or crossing takes, whichever is longer."""
+    """Passes that take what computing or crossing takes, whichever is longer.
 
-    def __init__(self, compute_s: float, layer_s: float, n_layers: int = 32) -> None:
+    The link has a share of the rate that was measured. Between passes there may be a gap, in which
+    no more than the words of two layers cross.
+    """
+
+    def __init__(
+        self,
+        compute_s: float,
+        layer_s: float,
+        n_layers: int = 32,
+        *,
+        link_share: float = 1.0,
+        gap_s: float = 0.0,
+    ) -> None:
         self.now_s = 0.0
+        self.link_share, self.gap_s = link_share, gap_s
         self.compute_s, self.layer_s, self.n_layers = compute_s, layer_s, n_layers
         self.layer_bytes, self.free_bytes = 1000.0, 1e9
         self.hosted = n_layers
@@ -101,9 +126,14 @@ class Machine:
                 self.moves += [found] * (found != self.hosted)
                 self.free_bytes += (found - self.hosted) * self.layer_bytes
                 self.hosted = found
-            crossing_s = self.hosted * self.layer_s
-            self.now_s += 1e-4 if ahead else max(self.compute_s, crossing_s)
+            self.now_s += 1e-4 if ahead else self.pass_s
         return self.hosted
+
+    @property
+    def pass_s(self) -> float:
+        layer_s = self.layer_s / self.link_share
+        ahead_s = min(self.gap_s, 2 * layer_s)
+        return self.gap_s + max(self.compute_s, self.hosted * layer_s - ahead_s)
 
 
 @pytest.mark.parametrize("compute_s", [0.002, 0.006, 0.012, 0.02, 0.03, 0.05], ids=str)
@@ -117,6 +147,56 @@ def test_crossing_ends_with_computing(compute_s: float) -> None:
     before = len(machine.moves)
     machine.run(1000)
     assert len(machine.moves) == before, "it is settled"
+
+
+@pytest.mark.parametrize("gap", [0.0, 0.4], ids=str)
+@pytest.mark.parametrize("link_share", [0.75, 0.88, 0.9, 0.95, 1.0, 1.1, 1.3, 1.8], ids=str)
+@pytest.mark.parametrize("compute_s", [0.002, 0.006, 0.01, 0.02, 0.05], ids=str)
+def test_the_link_may_be_other_than_measured(
+    compute_s: float, link_share: float, gap: float
+) -> None:
+    """And time may pass between passes, `gap` of what computing takes.
+
+    What crosses is still about what computing hides.
+    """
+    gap_s = gap * compute_s
+    machine = Machine(compute_s, layer_s=1e-3, link_share=link_share, gap_s=gap_s)
+    hosted = machine.run(1000)
+    assert len(machine.moves) <= 6
+    least_s = compute_s + gap_s
+    assert machine.pass_s <= 1.15 * least_s / min(1.0, link_share)
+    assert hosted == 32 or hosted * machine.layer_s > 0.6 * compute_s - 3 * machine.layer_s
+
+
+def test_layers_that_cannot_be_moved_are_tried_again_much_later() -> None:
+    machine = Machine(compute_s=0.004, layer_s=1e-3)
+    asked = []
+    for i in range(4 * AGAIN_PASSES):
+        if machine.balance.begin(1):
+            asked.append(i)
+            assert machine.balance.hosted(32, 32, 1000.0, 1e-3, 1e9) == 16
+            machine.balance.settle()
+        machine.now_s += machine.pass_s
+    assert 3 <= len(asked) <= 4
+    assert min(b - a for a, b in pairwise(asked)) >= AGAIN_PASSES
+
+
+@pytest.mark.parametrize(
+    ("fraction", "expected"), [(1.0, 700 + 100 - 50), (0.9, 900 - 200 - 50), (0.5, 500 - 200 - 50)]
+)
+def test_free_bytes_are_those_that_the_process_may_take(
+    fraction: float, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 1000 bytes 300 are reserved, of which 200 are allocated; a twentieth is left free."""
+    figures: dict[str, Any] = {
+        "mem_get_info": (700, 1000),
+        "memory_reserved": 300,
+        "memory_allocated": 200,
+        "get_per_process_memory_fraction": fraction,
+    }
+    for name, figure in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda device, figure=figure: figure)
+    assert free_bytes(torch.device("cuda", 0)) == expected
 
 
 def test_longer_histories_leave_fewer_layers_in_host_memory() -> None:

@@ -11,7 +11,7 @@ import torch
 from bitslab.engine.kernels.cuda import CudaKernels
 from bitslab.engine.kernels.row_kernels import LayoutKernels
 from bitslab.engine.transfer import lanes
-from bitslab.errors import CorruptedDataError
+from bitslab.errors import ArgumentError, CorruptedDataError
 from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, fetching, reader
 from bitslab.kvcache.link import Streams
 from bitslab.kvcache.reader import BUFFERS
@@ -221,6 +221,23 @@ def test_what_is_read_holds_until_it_is_done() -> None:
     assert all(map(torch.equal, before, [part for parts in found for part in parts]))
     found[0].clear()
     assert len(made.read(layers[1])[0]) == 1, "the lists are the caller's"
+
+
+def test_words_that_are_staged_are_not_released_as_what_is_read() -> None:
+    """Else another layer would overwrite what kernels still read."""
+    made = reader_with_streams()
+    layers = layers_of(made, 2)
+    for i, histories in enumerate(layers):
+        for history in histories:
+            history.append(normal(1, 2, 200, 64, seed=i))
+    made.stage(layers[0])
+    with pytest.raises(ArgumentError, match="histories: .*`done_words`"):
+        made.done(layers[0])
+    assert fetching.holding(made._words, layers[0])
+    made.done_words(layers[0])
+    made.done(layers[0])
+    made.prefetch_words(layers[1], decoded=True)
+    made.done(layers[1])  # fetched ahead, and read by nobody
 
 
 def test_any_number_of_histories_comes_at_once() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from bitslab.integrations.transformers import (
     KVCompCache,
     layer_histories,
 )
-from bitslab.kvcache import HistoryReader, reader
+from bitslab.kvcache import HistoryReader, fetching, reader, words
 from bitslab.kvcache.link import Streams
 from bitslab.kvcache.words import DeviceWords, HostWords
 from tests.integrations.transformers.models import SMALL, config_of, dynamic, model_of, prompt_of
@@ -70,10 +71,10 @@ def test_stats_say_where_words_lie(kind: str, share: Any, hosted: list[int]) -> 
     assert cache.stats()["offload"] == len(hosted) / LAYERS
     feed(cache, 200)
     stats = cache.stats()
-    words = [4 * sum(h.words.n_words for h in layer.histories) for layer in cache.layers]
-    assert stats["packed_host_bytes"] == sum(words[i] for i in hosted)
-    assert stats["packed_device_bytes"] == sum(words) - stats["packed_host_bytes"]
-    assert stats["offload"] == pytest.approx(stats["packed_host_bytes"] / sum(words))
+    sizes = [4 * sum(h.words.n_words for h in layer.histories) for layer in cache.layers]
+    assert stats["packed_host_bytes"] == sum(sizes[i] for i in hosted)
+    assert stats["packed_device_bytes"] == sum(sizes) - stats["packed_host_bytes"]
+    assert stats["offload"] == pytest.approx(stats["packed_host_bytes"] / sum(sizes))
     assert (stats["host_bytes"] >= stats["packed_host_bytes"]) and bool(stats["host_bytes"]) == (
         bool(hosted)
     )
@@ -216,8 +217,8 @@ def test_buffers_hold_one_layer_unpacked(share: Any, crossing: None) -> None:
     for step in range(20):
         feed(cache, 1000 if not step else 1, step)
     stats = cache.stats()
-    words = (stats["packed_host_bytes"] + stats["packed_device_bytes"]) / LAYERS
-    most = stats["packed_raw_bytes"] / LAYERS + (2 * words if share else 0)
+    packed = (stats["packed_host_bytes"] + stats["packed_device_bytes"]) / LAYERS
+    most = stats["packed_raw_bytes"] / LAYERS + (2 * packed if share else 0)
     ids = sum(t.nbytes for t in next(iter(cache._histories.readers.values()))._ids.values())
     assert stats["packed_raw_bytes"] / LAYERS < stats["buffer_bytes"] - ids < 1.13 * most + 4096
 
@@ -326,3 +327,105 @@ def test_auto_keeps_layers_where_they_are_without_memory_for_them(
             now[0] += 12.0
     assert cache.stats()["host_layers"] == [*range(LAYERS)]
     feed(cache, 1)
+
+
+def test_a_layer_for_which_there_is_no_memory_is_tried_once_in_many_tokens(
+    crossing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, tried = [0.0], []
+    cache = cache_of("lossless", "auto")
+    monkeypatch.setattr(cache._histories.placement.balance, "_clock", lambda: now[0])
+    monkeypatch.setattr(layer_histories, "crossing_seconds", lambda device, nbytes: 1.0)
+    monkeypatch.setattr(layer_histories, "free_bytes", lambda device: 1 << 30)
+
+    def no_memory(*_: Any, **__: Any) -> None:
+        tried.append(step)
+        raise torch.cuda.OutOfMemoryError("none")
+
+    monkeypatch.setattr(DeviceWords, "append", no_memory)
+    for step in range(60):
+        feed(cache, 150 if not step else 1, step)
+        now[0] += 12.0
+    assert len(tried) == 1
+
+
+@pytest.mark.parametrize("to_host", [True, False], ids=["to-host", "to-device"])
+def test_a_layer_moves_where_the_device_has_no_memory_left(
+    to_host: bool, crossing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the host; and it remains there whole, K and V, where it cannot move."""
+    cache, plain = (
+        cache_of("lossless", to_host is False),
+        dynamic(config_of("llama", num_hidden_layers=6)),
+    )
+    assert same(feed(cache, 150), feed(plain, 150))
+    histories = cache.layers[3].histories
+    revisions = [history.revision for history in histories]
+
+    def no_memory(*_: Any, **__: Any) -> None:
+        raise torch.cuda.OutOfMemoryError("none")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_zeros", no_memory)
+        if not to_host:
+            patch.setattr(words, "grown", no_memory)
+        assert cache._histories.move(3, histories, on_host=to_host) is to_host
+    assert {type(history.words) for history in histories} == {HostWords}
+    for history, before in zip(histories, revisions, strict=True):
+        assert (history.revision is before) is not to_host
+    cache._next_hosted = cache._histories.placement.next_hosted()
+    for step in range(3):
+        assert same(feed(cache, 1, step), feed(plain, 1, step))
+
+
+def test_a_layer_that_has_moved_leaves_no_host_memory(crossing: None) -> None:
+    """Words of it may have crossed ahead of the next pass."""
+    cache = cache_of("lossless", True)
+    for step in range(2):
+        feed(cache, 150, step)
+    made = next(iter(cache._histories.readers.values()))
+    ahead = [i for i in range(LAYERS) if fetching.holding(made._words, cache.layers[i].histories)]
+    assert ahead
+    for layer in ahead:
+        histories = cache.layers[layer].histories
+        pieces = [ref(piece) for history in histories for piece in history.words._pieces]
+        assert pieces
+        assert cache._histories.move(layer, histories, on_host=False)
+        assert not any(piece() is not None for piece in pieces)
+
+
+@pytest.mark.parametrize("share", ["auto", 0.5], ids=str)
+def test_the_link_is_measured_before_words_cross_it(
+    share: Any, crossing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once, and only where that is needed; beside other copies it would seem slower."""
+    measured: list[int] = []
+    cache: Any = None
+
+    def logged(device: torch.device, nbytes: float) -> float:
+        crossed = [] if cache is None else [cache.stats()["moved_to_host_bytes"]]
+        measured.append(sum(crossed))
+        return 1.0
+
+    monkeypatch.setattr(layer_histories, "crossing_seconds", logged)
+    for device in ("cpu", None):
+        cache = None
+        cache = cache_of("lossless", share, device=device)
+        feed(cache, 150)
+        assert cache.stats()["moved_to_host_bytes"]
+        assert measured == ([0] if share == "auto" else [])
+        measured.clear()
+
+
+def test_bad_k_and_v_are_refused_with_auto_as_without() -> None:
+    found = []
+    for share in (True, "auto"):
+        cache, errors = cache_of("lossless", share, device=None), []
+        k = torch.zeros(1, HEADS, 3, DIM)
+        for keys, values in [("x", k), *[(k, k[..., 0])] * 8]:
+            with pytest.raises((ArgumentError, ArgumentTypeError)) as caught:
+                cache.update(keys, values, 0)
+            errors.append((type(caught.value), str(caught.value)))
+        found.append(errors)
+        feed(cache, 3)
+    assert found[0] == found[1]
