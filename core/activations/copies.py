@@ -248,10 +248,10 @@ class StoredCopy:
             current.wait_stream(made_on)
             restored.record_stream(current)
 
-    def add_view(self, view: SavedView) -> int:
-        """Record a saved tensor, which holds this copy; return the round it was read in last."""
+    def add_view(self, view: SavedView) -> None:
+        """Record a saved tensor, which holds this copy, and set the round it was read in last."""
+        view.round = self._round - 1  # first: a thread that reads another view looks at all
         self._views.append(weakref.ref(view))
-        return self._round - 1
 
     def is_read(self, view: SavedView) -> bool:
         """Record that a view is read; return whether others will be read after it, this time.
@@ -314,8 +314,11 @@ class SavedView:
     ----------
     witness : torch.Tensor
         See `version_witness`.
+    round : int
+        See `StoredCopy.is_read`.
     """
 
+    round: int
     __slots__ = (
         "__weakref__",
         "checksum",
@@ -341,7 +344,7 @@ class SavedView:
         self.name, self.operation = name, operation
         self.checksum: object = None
         self.witness, self.version = version_witness(t), version
-        self.round = copy.add_view(self)
+        copy.add_view(self)
 
     def check_version(self) -> None:
         """Raise torch's error when the tensor was changed in place since it was saved.

@@ -107,6 +107,7 @@ class Executor:
     def _begin(self) -> None:
         self._lock = threading.RLock()
         self._stages = self.is_planned = False  # copies on a GPU, and the memory of each moment
+        self.in_flight_bytes = self._usual_in_flight_bytes
         self._begun: torch.cuda.Event | None = None  # see `_begin_on`
         #: On a CPU, where its only thread encodes to.
         self._scratch: torch.Tensor | None = None

@@ -97,7 +97,8 @@ def checksum(t: torch.Tensor) -> torch.Tensor:
 
 def bits(t: torch.Tensor) -> torch.Tensor:
     """View a contiguous tensor as integers of its size."""
+    t = t.resolve_conj().resolve_neg()
     if t.dtype.is_complex:
-        t = torch.view_as_real(t.resolve_conj().resolve_neg())
+        t = torch.view_as_real(t)
     by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return t.view(by_size[t.element_size()])

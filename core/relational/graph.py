@@ -135,8 +135,9 @@ class Hop:
         found = self._by_row.get(transposed)
         if found is None:
             rows, columns = (self.source, self.to) if transposed else (self.to, self.source)
-            order, starts = sort(rows, self.source_rows if transposed else self.to_rows)
-            found = self._by_row[transposed] = (starts, columns[order], self.edge[order])
+            with planning():
+                order, starts = sort(rows, self.source_rows if transposed else self.to_rows)
+                found = self._by_row[transposed] = (starts, columns[order], self.edge[order])
         return found  # type: ignore[return-value]
 
 

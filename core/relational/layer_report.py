@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, ValuesView
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .graph import PlanMemoryError
+from .program import PACKED
 
 #: The attribute of a layer with its calls by reason; "" for those that ran compiled.
 _CALLS = "_relational_calls"
@@ -37,14 +38,26 @@ def or_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return forward(layer, *args, **kwargs)
         except PlanMemoryError:
+            if _has_packed((args, kwargs.values())):
+                raise  # the framework's code takes tensors
             calls: Counter[str] = layer.__dict__[_CALLS]
             calls[NO_PLAN] += 1
             calls[""] -= 1  # it was counted as one that runs compiled
             if not calls[""]:
                 del calls[""]
-            return _own_forward(type(layer))(layer, *args, **kwargs)
+        # Behind the handler, whose traceback holds what the plan had of memory.
+        return _own_forward(type(layer))(layer, *args, **kwargs)
 
     return run
+
+
+def _has_packed(values: Iterable[Any]) -> bool:
+    """Return whether packed rows are among arguments, or elements of tuples."""
+    return any(
+        isinstance(value, PACKED)
+        or (isinstance(value, tuple | list | ValuesView) and _has_packed(value))
+        for value in values
+    )
 
 
 def _own_forward(kind: type) -> Callable[..., Any]:

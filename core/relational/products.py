@@ -85,7 +85,7 @@ class Padding:
             rows = x.gather(index).index_select(0, self.row)
         if clear and not self.whole:
             rows.index_fill_(0, self.holes, 0)
-        return rows.view(self.relations, -1, x.shape[1])
+        return rows.view(self.relations, len(self.row) // self.relations, x.shape[1])
 
 
 class Products:

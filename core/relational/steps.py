@@ -196,11 +196,7 @@ def ends_of(name: str) -> tuple[str, str]:
 
 def weighs(weight: Shape, x: Shape) -> bool:
     """Return whether edge values of rows `weight` can weigh entries whose rows have the shape x."""
-    return (
-        math.prod(weight) == 1
-        and len(weight) <= max(len(x), 1)
-        or (len(x) == 2 and weight == (x[0], 1))
-    )
+    return math.prod(weight) == 1 and len(weight) <= len(x) or (len(x) == 2 and weight == (x[0], 1))
 
 
 def broadcast(a: Shape, b: Shape, op: str, line: str) -> Shape:

@@ -40,17 +40,26 @@ def read_triples(path: Path) -> torch.Tensor:
     Raises
     ------
     ValueError
-        For a file without triples, or one with a line that is not three fields between tabs.
+        For a file without triples, one with a line that is not three fields between tabs, and one
+        that cannot be read or is not UTF-8.
     """
-    lines = [line.split("\t") for line in path.read_text(encoding="utf-8").splitlines() if line]
-    if not lines:
-        raise ValueError(f"{path} is empty; accepted are triples, one a line")
-    for number, fields in enumerate(lines, 1):
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: {error}; accepted is text in UTF-8") from error
+    lines = []
+    for number, line in enumerate(text.split("\n"), 1):  # names may hold other ends of lines
+        if not line:
+            continue
+        fields = line.split("\t")
         if len(fields) != 3:
             raise ValueError(
-                f"{path}, triple {number}: {len(fields)} fields; accepted are three, head, "
+                f"{path}, line {number}: {len(fields)} fields; accepted are three, head, "
                 "relation and tail, with tabs between them"
             )
+        lines.append(fields)
+    if not lines:
+        raise ValueError(f"{path} is empty; accepted are triples, one a line")
     entities = {e: i for i, e in enumerate(sorted({x for h, _, t in lines for x in (h, t)}))}
     relations = {r: i for i, r in enumerate(sorted({r for _, r, _ in lines}))}
     found = [(entities[h], relations[r], entities[t]) for h, r, t in lines]

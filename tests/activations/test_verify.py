@@ -38,6 +38,17 @@ def test_what_is_right_passes() -> None:
     assert train(verify=False).stats()["verified_tensors"] == 0
 
 
+@pytest.mark.parametrize("every", [1, 2], ids=["originals", "checksums"])
+def test_views_of_negated_parts_are_compared(every: int) -> None:
+    x = torch.randn(64, 8, requires_grad=True)
+    with bitslab.ActivationOffload(policy="raw", min_bytes=64, verify=every) as offload:
+        for _ in range(2):
+            t = torch._neg_view(x * 2)  # as of the imaginary part of a conjugate
+            assert t.is_neg()
+            (t * t).sum().backward()
+    assert offload.stats()["verified_tensors"] > 0
+
+
 @pytest.mark.parametrize("every", [1, 5])
 def test_a_swapped_offset(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     real = SavedForm.tensor_of

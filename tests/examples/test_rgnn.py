@@ -77,10 +77,10 @@ def test_options_that_are_refused(script, options, message, capsys, monkeypatch,
 TRIPLES = "ann\tknows\tcem\nann\tknows\tbob\nbob\tis\tcem\ncem\tsees\tann\n"
 
 
-def written(folder: Path, text: str) -> None:
+def written(folder: Path, text: str, encoding: str = "utf-8") -> None:
     file = folder / "kinships" / "train.txt"
     file.parent.mkdir(parents=True)
-    file.write_text(text)
+    file.write_text(text, encoding=encoding)
 
 
 @pytest.mark.parametrize("installed", [False, True], ids=["a folder", "an installed package"])
@@ -103,14 +103,23 @@ def test_data_sets_of_pykeen_are_read_without_importing_it(
     assert kinds.tolist() == [1, 1, 0, 2, 4, 4, 3, 5]
 
 
+def test_names_of_triples_are_any_text(script, tmp_path, monkeypatch):
+    """A byte-order mark is none of a name, and U+0085 ends no line."""
+    text = "a\u0085n\tknows\tcem\n\ncem\tknows\ta\u0085n\n"
+    written(tmp_path / "pykeen" / "datasets", text, "utf-8-sig")
+    monkeypatch.setenv("BITSLAB_DATA", str(tmp_path))
+    assert script.pykeen_edges("kinships", 2)[1].tolist() == [[0, 0, 1], [1, 0, 0]]
+
+
 @pytest.mark.parametrize(
-    ("text", "message"),
-    [("ann\tknows\tcem\nann knows bob\n", "triple 2: 1 fields; accepted are three"),
-     ("\n", "is empty; accepted are triples")],
-    ids=["fields", "empty"],
+    ("text", "encoding", "message"),
+    [("ann\tknows\tcem\n\nann knows bob\n", "utf-8", "line 3: 1 fields; accepted are three"),
+     ("\n", "utf-8", "is empty; accepted are triples"),
+     ("ann\tknows\tJos\u00e9\n", "latin-1", r"train\.txt: .*; accepted is text in UTF-8")],
+    ids=["fields", "empty", "latin-1"],
 )  # fmt: skip
-def test_triples_that_cannot_be_read(script, text, message, tmp_path, monkeypatch):
-    written(tmp_path / "pykeen" / "datasets", text)
+def test_triples_that_cannot_be_read(script, text, encoding, message, tmp_path, monkeypatch):
+    written(tmp_path / "pykeen" / "datasets", text, encoding)
     monkeypatch.setenv("BITSLAB_DATA", str(tmp_path))
     with pytest.raises(script.RefusedError, match=message):
         script.pykeen_edges("kinships", 2)

@@ -91,7 +91,7 @@ def test_a_bias_that_is_no_parameter_is_added(kind):
     plain, packed = model_of(), model_of()
     for model in (plain, packed):
         for block in model:
-            up = block.up
+            up: Any = block.up
             with torch.no_grad():
                 up.bias.normal_(0, 3, generator=torch.Generator().manual_seed(2))
             if kind == "pruned":

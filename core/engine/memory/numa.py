@@ -17,17 +17,18 @@ from . import page_locking
 #: What says which parts of memory there are, and at which of them a device is.
 NODES = Path("/sys/devices/system/node")
 DEVICES = Path("/sys/bus/pci/devices")
-#: Numbers of Linux's call `mbind`, for which the C library has no function.
+#: Numbers of Linux's calls `mbind` and `get_mempolicy`, for which the C library has no functions.
 _MBIND = {"x86_64": 237, "aarch64": 235}
-_MPOL_PREFERRED = 1
+_GET_MEMPOLICY = {"x86_64": 239, "aarch64": 236}
+_MPOL_DEFAULT, _MPOL_PREFERRED = 0, 1
 _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def nearest_node() -> int | None:
     """Return the number of the part of memory that this process's current GPU is nearest to.
 
-    None where there is no GPU, the machine has one part only, or the system does not say, as in
-    many virtual machines.
+    None where there is no GPU, the machine has one part only, the system does not say, as in many
+    virtual machines, or the process was told where to take memory from (``numactl``).
     """
     with contextlib.suppress(OSError, ValueError):
         nodes = _numbers((NODES / "has_memory").read_text())
@@ -36,8 +37,20 @@ def nearest_node() -> int | None:
         address = page_locking.registrar.pci_address()
         if address is not None:
             node = int((DEVICES / address / "numa_node").read_text())
-            return node if node in nodes else None
+            return node if node in nodes and not _has_policy() else None
     return None
+
+
+def _has_policy() -> bool:
+    """Return whether this thread takes memory by another rule than the system's own."""
+    number = _GET_MEMPOLICY.get(platform.machine())
+    if number is None:
+        return False
+    mode, none = ctypes.c_int(_MPOL_DEFAULT), ctypes.c_void_p(None)
+    length, flags = ctypes.c_ulong(0), ctypes.c_ulong(0)
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    done = call(ctypes.c_long(number), ctypes.byref(mode), none, length, none, flags)
+    return bool(done == 0 and mode.value != _MPOL_DEFAULT)
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:

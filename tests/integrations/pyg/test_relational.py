@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import pickle
+import sys
+import weakref
 from typing import Any
 
 import pytest
@@ -15,6 +18,7 @@ from torch_geometric.data import Data
 from torch_geometric.utils import coalesce, to_torch_csc_tensor
 
 import bitslab
+from bitslab import CompressedTable
 from bitslab.errors import ArgumentTypeError, IndexRangeError
 from bitslab.integrations import pyg
 from bitslab.integrations.pyg import (
@@ -23,6 +27,8 @@ from bitslab.integrations.pyg import (
     relational_calls,
     restore_relational,
 )
+from bitslab.relational import PlanMemoryError
+from bitslab.relational.graph import sort
 from tests.helpers import options_id
 
 NODES, EDGES, TYPES = 40, 300, 5
@@ -424,16 +430,51 @@ def test_trained_by_data_parallel_ranks(tmp_path):
             close(b, a)
 
 
-@pytest.mark.parametrize("name", ["RGCNConv", "RGATConv"])
-def test_without_memory_for_a_plan_pygs_code_runs(name, monkeypatch):
-    def fail(*args):
-        raise MemoryError("Unable to allocate 8 GiB")
+@pytest.mark.parametrize("types", [TYPES, 12], ids=["few types", "many types"])
+@pytest.mark.parametrize("aggr", ["mean", "add"])
+def test_one_column_comes_out_as_pygs(aggr, types):
+    plain, ours = both("RGCNConv", 6, 1, types, aggr=aggr)
+    compare(plain, ours, {"x": torch.randn(NODES, 6)}, *graph(types=types))
 
+
+def without_memory(*args):
+    raise MemoryError("Unable to allocate 8 GiB")
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["pairs", "order of rows"])
+@pytest.mark.parametrize("name", ["RGCNConv", "RGATConv"])
+def test_without_memory_for_a_plan_pygs_code_runs(name, late, monkeypatch):
     plain, ours = both(name, 8, 8, TYPES)
     x, (index, kinds) = torch.randn(NODES, 8), graph()
+    made = []
+
+    def fail(*args):
+        caller = sys._getframe(1).f_code.co_name
+        if late and caller != "by_row":
+            return sort(*args)
+        held = torch.zeros(5)
+        made.append(weakref.ref(held))
+        return without_memory()
+
+    def pygs(layer, *args):
+        gc.collect()
+        assert all(ref() is None for ref in made)  # PyG's code has the memory of the plan
+        return own(layer, *args)
+
+    own = vars(getattr(gnn, name))["forward"]
     with monkeypatch.context() as patched:
         patched.setattr("bitslab.relational.graph.sort", fail)
+        patched.setattr(getattr(gnn, name), "forward", pygs)
         assert torch.equal(ours(x, index, kinds), plain(x, index, kinds))
+    assert made
     assert relational_calls(ours) == {"": {"no memory for a plan": 1}}
     torch.testing.assert_close(ours(x, index, kinds), plain(x, index, kinds), rtol=1e-4, atol=1e-5)
     assert relational_calls(ours) == {"": {"no memory for a plan": 1, "": 1}}
+
+
+def test_packed_rows_without_memory_for_a_plan_raise_that(monkeypatch):
+    ours = pyg.RGCNConv(8, 8, TYPES)
+    table = CompressedTable.from_tensor(torch.randn(NODES, 8).round())
+    monkeypatch.setattr("bitslab.relational.graph.sort", without_memory)
+    with pytest.raises(PlanMemoryError, match="no memory for the plan"):
+        ours(table, *graph())

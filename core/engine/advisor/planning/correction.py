@@ -189,7 +189,8 @@ def _factors(
         "link": _factor(measured.up_s, predicted.up_s),
         "disk": _factor(measured.write_s, predicted.write_s),
     }
-    if slow and all(abs(factor - 1) <= STEP_TOLERANCE for factor in factors.values()):
+    # What was faster than planned explains no slow step.
+    if slow and all(factor - 1 <= STEP_TOLERANCE for factor in factors.values()):
         # Nothing says what took longer: what is planned did, in proportion to its seconds.
         planned_s = predicted.codec_s + predicted.recompute_s + predicted.stall_s
         missing_s = measured.step_s - predicted.step_s

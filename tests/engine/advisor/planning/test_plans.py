@@ -264,6 +264,8 @@ def test_one_comparison_changes_packing_by_a_bounded_factor(encoding: float) -> 
     found = compare(plan, [step, step], turn_s=PACKED.turn_s)
     assert found.compute == pytest.approx(1.0)
     assert found.encoding == (1 / 8 if encoding == 0 else 8)
+    # Packing that was faster explains no slow step: the link is what nothing was measured of.
+    assert (found.link > 1.05) == (encoding == 0)
 
 
 def test_packing_that_is_too_short_to_be_seen_is_not_corrected() -> None:
