@@ -80,7 +80,7 @@ class Request:
     """One prompt and its tokens; memory beyond what was allocated before, in bytes.
 
     `worst_ms` is a token's in which blocks are packed, the slowest, or one in which "auto" moves a
-    layer, once it has found how many stay on the host; `host_ms` is the time until a
+    layer, once it has found how many remain on the host; `host_ms` is the time until a
     token's last kernel is queued: where that is nearly `token_ms`, the host decides, else the GPU
     or the link.
     """

@@ -28,7 +28,7 @@ def nearest_node() -> int | None:
     """Return the number of the part of memory that this process's current GPU is nearest to.
 
     None where there is no GPU, the machine has one part only, the system does not say, as in many
-    virtual machines, or the process was told where to take memory from (``numactl``).
+    virtual machines, or the process takes memory by a policy that its user chose (``numactl``).
     """
     with contextlib.suppress(OSError, ValueError):
         nodes = _numbers((NODES / "has_memory").read_text())
