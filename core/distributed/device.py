@@ -127,6 +127,10 @@ class DeviceExchange:
         """Return whether all is queued, or failed."""
         return all(task.done() for task in self._tasks)
 
+    def exception(self) -> BaseException | None:
+        """Return the error of the first piece that failed, or None; waits until all is queued."""
+        return next((error for task in self._tasks if (error := task.exception())), None)
+
     def finish(self, timeout_s: float | None = None) -> list[list[int]]:
         """Wait until all is queued, and let torch's current stream wait for it; see `run`.
 
