@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from bitslab.distributed import CompressedAllToAll, all_to_all_single
 from bitslab.distributed import exchange as stages
-from bitslab.distributed.messages import encode_part
 from bitslab.distributed.pairs import Pairs
+from tests.distributed.device_ranks import CpuCoder, coded_where_rows_are
 from tests.distributed.ranks import error_of, noise
 from tests.helpers import same_bits
 
 
-def encoding_fails(rank: int, ranks: int) -> dict[str, Any]:
+def encoding_fails(rank: int, ranks: int, *, there: bool = False) -> dict[str, Any]:
     """Rank 1 has no memory to encode its last piece: all raise, and no row of another call comes.
 
     Of pieces the last one fails, behind others that are under way.
@@ -33,7 +33,11 @@ def encoding_fails(rank: int, ranks: int) -> dict[str, Any]:
         exchange(rows[0])
         outputs: list[torch.Tensor] = []
         append = partial(_append, outputs, exchange)
-        failing = _out_of_memory((ranks - 1) * (pieces - 1)) if rank == 1 else nullcontext()
+        failing = (
+            _out_of_memory((pieces - 1) * (1 if there else ranks - 1))
+            if rank == 1
+            else nullcontext()
+        )
         started = time.monotonic()
         with failing:
             seen[f"failed in {pieces}"] = _any_error_of(partial(append, rows[1]))
@@ -50,6 +54,12 @@ def encoding_fails(rank: int, ranks: int) -> dict[str, Any]:
     return seen
 
 
+def encoding_there_fails(rank: int, ranks: int) -> dict[str, Any]:
+    """The same of rows that are coded where they are, as on a GPU: all ranks' by one call."""
+    with coded_where_rows_are():
+        return encoding_fails(rank, ranks, there=True)
+
+
 def _append(outputs: list[torch.Tensor], exchange: CompressedAllToAll, t: torch.Tensor) -> None:
     outputs.append(exchange(t))
 
@@ -58,12 +68,18 @@ def _out_of_memory(calls: int) -> Any:
     """Let parts be encoded so many times, then none."""
     left = iter(range(calls))
 
-    def encode(*args: Any) -> Any:
-        if next(left, None) is None:
-            raise MemoryError("no memory to encode")
-        return encode_part(*args)
+    def limited(work: Callable[..., Any]) -> Callable[..., Any]:
+        def encode(*args: Any) -> Any:
+            if next(left, None) is None:
+                raise MemoryError("no memory to encode")
+            return work(*args)
 
-    return mock.patch.object(stages, "encode_part", encode)
+        return encode
+
+    patched = ExitStack()
+    for place, name in ((stages, "encode_part"), (CpuCoder, "encode_vectors")):
+        patched.enter_context(mock.patch.object(place, name, limited(getattr(place, name))))
+    return patched
 
 
 def _any_error_of(work: Callable[[], Any]) -> str:
@@ -116,5 +132,5 @@ def works(rank: int, ranks: int) -> dict[str, Any]:
 
 
 CHECKS: dict[str, Callable[[int, int], Any]] = {
-    f.__name__: f for f in (encoding_fails, interrupted, works)
+    f.__name__: f for f in (encoding_fails, encoding_there_fails, interrupted, works)
 }

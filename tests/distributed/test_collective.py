@@ -21,7 +21,8 @@ from tests.distributed.ranks import run_checks, run_ranks
 two_and_three = pytest.mark.parametrize("ranks", [2, 3])
 CHECKS = (
     *("lossless", "bounded", "subgroup", "asynchronous", "gradients", "disagreement"),
-    *("short_and_long", "few_rows", "longer_buffers", "works", "encoding_fails"),
+    *("short_and_long", "few_rows", "longer_buffers", "works"),
+    *("encoding_fails", "encoding_there_fails"),
     "as_on_a_gpu_too",
 )
 
@@ -90,12 +91,13 @@ def test_works_say_how_exchanges_ended(ranks: int, seen_by: dict[int, Seen]) -> 
 
 
 @two_and_three
+@pytest.mark.parametrize("check", ["encoding_fails", "encoding_there_fails"])
 @pytest.mark.parametrize("pieces", [1, 2])
 def test_where_a_rank_cannot_encode_all_raise_at_once(
-    pieces: int, ranks: int, seen_by: dict[int, Seen]
+    pieces: int, check: str, ranks: int, seen_by: dict[int, Seen]
 ) -> None:
     said = "ExchangeError: sizes stage: this or an earlier exchange failed on rank 1 of the group"
-    for rank, seen in enumerate(seen_by[ranks]["encoding_fails"]):
+    for rank, seen in enumerate(seen_by[ranks][check]):
         own = rank == 1
         assert seen[f"failed in {pieces}"] == ("MemoryError: no memory to encode" if own else said)
         begin = "ExchangeError: an earlier exchange failed: "
@@ -104,10 +106,11 @@ def test_where_a_rank_cannot_encode_all_raise_at_once(
 
 
 @two_and_three
+@pytest.mark.parametrize("check", ["encoding_fails", "encoding_there_fails"])
 def test_the_function_goes_on_behind_rows_that_were_not_encoded(
-    ranks: int, seen_by: dict[int, Seen]
+    check: str, ranks: int, seen_by: dict[int, Seen]
 ) -> None:
-    for seen in seen_by[ranks]["encoding_fails"]:
+    for seen in seen_by[ranks][check]:
         assert seen["failed in a function"] != "no error" and seen["function goes on"]
 
 
