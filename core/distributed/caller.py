@@ -341,17 +341,19 @@ class Caller:
         sent = _by_rank((t.sent, t.send_rows) for t in tables)
         into = _by_rank((t.received, t.receive_rows) for t in tables)
         sizes_out, sizes_in = ([sum(map(len, part)) for part in each] for each in (sent, into))
-        taken = [self.buffers.take(sum(sizes), device) for sizes in (sizes_out, sizes_in)]
-        given, found = taken[0][: sum(sizes_out)], taken[1][: sum(sizes_in)]
-        torch.cat([piece for part in sent for piece in part], out=given)
+        taken: list[torch.Tensor] = []
         try:
+            for sizes in (sizes_out, sizes_in):
+                taken.append(self.buffers.take(sum(sizes), device))
+            given, found = taken[0][: sum(sizes_out)], taken[1][: sum(sizes_in)]
+            torch.cat([piece for part in sent for piece in part], out=given)
             self._delivered(group, found, given, sizes_in, sizes_out, False)
+            pieces = [piece for part in into for piece in part]
+            cut = torch.split(found, list(map(len, pieces)))
+            torch._foreach_copy_(pieces, list(cut))
         except BaseException:
             self.buffers.forget(*taken)
             raise
-        pieces = [piece for part in into for piece in part]
-        cut = torch.split(found, list(map(len, pieces)))
-        torch._foreach_copy_(pieces, list(cut))
         mark = None
         if device.type == "cuda":
             mark = torch.cuda.Event()  # type: ignore[no-untyped-call]

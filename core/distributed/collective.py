@@ -27,9 +27,14 @@ from .wire import DTYPES, MOST_BYTES, MOST_ELEMENTS, MOST_ROWS
 class ExchangeWork(dist.Work):
     """What an asynchronous all-to-all returns: a `Work`, by which type some of its users go on."""
 
-    def __init__(self, finish: Callable[[float | None], object], done: Callable[[], bool]) -> None:
+    def __init__(
+        self,
+        finish: Callable[[float | None], object],
+        done: Callable[[], bool],
+        error: Callable[[], BaseException | None],
+    ) -> None:
         super().__init__()
-        self._finish, self._done = finish, done
+        self._finish, self._done, self._error = finish, done, error
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Wait until the output is written; return True.
@@ -39,7 +44,7 @@ class ExchangeWork(dist.Work):
         Parameters
         ----------
         timeout : timedelta, optional
-            At most so long.
+            At most so long; without a limit when left out or 0, as torch has it.
 
         Raises
         ------
@@ -48,12 +53,24 @@ class ExchangeWork(dist.Work):
         TimeoutError
             When it takes longer; the exchange goes on.
         """
-        self._finish(None if timeout is None else timeout.total_seconds())
+        self._finish(timeout.total_seconds() if timeout else None)
         return True
+
+    def synchronize(self) -> None:
+        """Wait as `wait` does."""
+        self.wait()
 
     def is_completed(self) -> bool:
         """Return whether the exchange ended, well or not; on a GPU, whether all is queued."""
         return self._done()
+
+    def is_success(self) -> bool:
+        """Return whether the exchange ended well; False while it goes on."""
+        return self._done() and self._error() is None
+
+    def exception(self) -> BaseException | None:
+        """Return the error of an exchange that failed; None while it goes on."""
+        return self._error() if self._done() else None
 
 
 def all_to_all_single(
@@ -110,7 +127,8 @@ def all_to_all_single(
     Returns
     -------
     ExchangeWork or None
-        With `async_op` an object with `wait`; torch's own with ``codec="raw"``.
+        With `async_op` an object with `wait`; torch's own with ``codec="raw"``, and on a GPU where
+        torch's own collective delivers the rows.
 
     Raises
     ------
@@ -177,9 +195,9 @@ def all_to_all_single(
         # What is damaged is not written there.
         started = caller.start(group, [rows_to(target)], async_op=async_op)
         if isinstance(started, DeviceExchange):
-            work = ExchangeWork(started.finish, started.done)
+            work: dist.Work = ExchangeWork(started.finish, started.done, started.exception)
         else:
-            work = _work_of_torch(started)
+            work = started or _done_work()
         return work if async_op else _waited(work)
 
     def run(over: dist.ProcessGroup) -> None:
@@ -196,20 +214,16 @@ def all_to_all_single(
         return None
     helper = helper_of(group)
     task = helper.lane.submit(run, helper.group)
-    return ExchangeWork(task.result, task.done)
+    return ExchangeWork(task.result, task.done, task.exception)
 
 
-def _waited(work: ExchangeWork) -> None:
+def _waited(work: dist.Work) -> None:
     work.wait()
 
 
-def _work_of_torch(work: dist.Work | None) -> ExchangeWork:
-    """Return what torch's own collective returned; None: it is done."""
-    if work is None:
-        return ExchangeWork(lambda _: None, lambda: True)
-    return ExchangeWork(
-        lambda s: work.wait() if s is None else work.wait(timedelta(seconds=s)), work.is_completed
-    )
+def _done_work() -> ExchangeWork:
+    """Return the work of torch's own collective that is done."""
+    return ExchangeWork(lambda _: None, lambda: True, lambda: None)
 
 
 def refuse_capture(t: torch.Tensor) -> None:

@@ -119,13 +119,26 @@ class DeviceExchange:
             if table.repeats and self._copied is not None:
                 table.repeats[self._copied] = None
         for piece in range(self._pieces):
-            coded = self._encoded(self._parts(piece))
-            host, encoded = self._to_host([t for each in coded for t in (each.offsets, each.sizes)])
+            try:
+                coded = self._encoded(self._parts(piece))
+                numbers = [t for each in coded for t in (each.offsets, each.sizes)]
+                host, encoded = self._to_host(numbers)
+            except BaseException as error:
+                reason = f"encoding: {error!r:.200}"
+                if isinstance(error, Exception):
+                    self._helper.lane.submit(self._say_failed, reason).wait()
+                else:  # an interrupt waits for no rank
+                    self._faults.broken(reason)
+                raise
             self._tasks.append(self._helper.lane.submit(self._stages, piece, coded, host, encoded))
 
     def done(self) -> bool:
         """Return whether all is queued, or failed."""
         return all(task.done() for task in self._tasks)
+
+    def exception(self) -> BaseException | None:
+        """Return the error of the first piece that failed, or None; waits until all is queued."""
+        return next((error for task in self._tasks if (error := task.exception())), None)
 
     def finish(self, timeout_s: float | None = None) -> list[list[int]]:
         """Wait until all is queued, and let torch's current stream wait for it; see `run`.
@@ -267,6 +280,22 @@ class DeviceExchange:
             self._counters.raw_bytes += sum(t.raw_bytes(self._copied) for t in self._tables)
         self._stopped = False
         return Outcome(numbers, done)
+
+    def _say_failed(self, reason: str) -> None:
+        """Have the other ranks know where they wait for what is not encoded: they raise, too."""
+        try:
+            if self._stopped:
+                return  # with an earlier piece, of which all know
+            self._stopped = True
+            self._faults.check()
+            self._faults.failed(reason, known_to_all=False)
+            with nullcontext() if self._lane is None else self._lane.on():
+                self._exchanged(0, [Message() for _ in range(self._size)])
+        finally:
+            self._buffers.forget(*self._taken)
+            self._taken.clear()
+            if self._faults.to_report:
+                self._faults.broken(reason)
 
     def _messages(self, coded: list[Coded], numbers: list[int]) -> list[Message]:
         """Return what is sent to each rank."""

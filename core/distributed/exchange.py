@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..engine.transfer import ThreadLane
+from ..engine.transfer import ThreadLane, ThreadTask
 from ..errors import CorruptedDataError
 from .buffers import Buffers
 from .faults import ExchangeError, Faults
@@ -200,16 +201,14 @@ class Exchange:
                 table.repeats[self._rank] = None  # those are copied
         try:
             if self._faults.to_report:
-                self._first(self._expected(), self._nothing())
-                raise self._faults.reported()
+                raise self._reported()
             if self._pieces == 1 or self._lane is None:
                 # Before encoding: a message whose buffer is known there leaves at once.
                 expected = self._expected()
                 try:
                     sent = self._encode(0)
                 except BaseException as error:
-                    # What was posted would take the messages of the next exchange.
-                    self._faults.broken(f"encoding: {error!r:.200}")
+                    self._encoding_failed(error, lambda: self._reported(expected))
                     raise
                 found = self._stages(sent, expected)
                 self._agreement.check(found.checks, self._faults)
@@ -229,9 +228,26 @@ class Exchange:
 
     def _in_pieces(self, lane: ThreadLane) -> _Received:
         """Encode one piece after the other; the lane's thread exchanges them."""
-        tasks = [lane.submit(self._stages, self._encode(piece)) for piece in range(self._pieces)]
-        for task in tasks:
-            task.wait()  # the last one too, before an error is raised: it uses the group
+        tasks: list[ThreadTask[_Received]] = []
+
+        def say() -> None:
+            for task in tasks:
+                task.wait()  # in order: ranks wait for this piece then, or all know of a failure
+            if not self._stopped:
+                self._reported()
+
+        try:
+            for piece in range(self._pieces):
+                tasks.append(lane.submit(self._stages, self._encode(piece)))
+        except BaseException as error:
+            self._encoding_failed(error, say)
+            raise
+        try:
+            for task in tasks:
+                task.wait()  # the last one too, before an error is raised: it uses the group
+        except BaseException as error:
+            self._faults.broken(f"waiting for pieces: {error!r:.200}")
+            raise
         first = tasks[0].result()
         self._agreement.check(first.checks, self._faults)
         for piece, task in enumerate(tasks):
@@ -244,6 +260,27 @@ class Exchange:
         found = self._buffers.take(n_bytes, self._tables[0].sent.device)
         self._taken.append(found)
         return found
+
+    def _encoding_failed(self, error: BaseException, say: Callable[[], object]) -> None:
+        """Have the other ranks know where they wait for what is not encoded: they raise, too.
+
+        Else what comes next would take the place of this exchange's messages.
+        """
+        reason = f"encoding: {error!r:.200}"
+        self._faults.failed(reason, known_to_all=False)
+        try:
+            if isinstance(error, Exception):  # an interrupt waits for no rank
+                with suppress(Exception):  # the error of encoding is raised
+                    say()
+        finally:
+            if self._faults.to_report:
+                self._faults.broken(reason)
+
+    def _reported(self, expected: _Expected | None = None) -> ExchangeError:
+        """Say to all ranks that this one failed; return the error to raise."""
+        nothing = self._nothing()
+        self._first(expected or self._expected(), nothing)
+        return self._faults.reported()
 
     def _nothing(self) -> _Sent:
         """Return messages that say that this rank failed."""
@@ -309,11 +346,14 @@ class Exchange:
 
     def _expected(self) -> _Expected:
         """Let first messages of all ranks come."""
-        room = self._head_bytes + SHORT_BYTES
-        data = self._take(room * len(self._others))
-        buffers = dict(zip(self._others, torch.split(data, room), strict=False))
-        pairs = self._faults.stage("sizes", lambda: Pairs(self._group, buffers, FIRST))
-        return buffers, pairs
+
+        def posted() -> _Expected:
+            room = self._head_bytes + SHORT_BYTES
+            data = self._take(room * len(self._others))
+            buffers = dict(zip(self._others, torch.split(data, room), strict=False))
+            return buffers, Pairs(self._group, buffers, FIRST)
+
+        return self._faults.stage("sizes", posted)
 
     def _first(self, expected: _Expected, sent: _Sent) -> list[list[int]]:
         """Exchange descriptors, numbers and short messages; return the former of each rank."""
@@ -342,7 +382,7 @@ class Exchange:
         Raises
         ------
         ExchangeError
-            When a stage fails, or a rank says that it failed before.
+            When a stage fails, or a rank says that it failed.
         """
         if self._stopped:
             raise ExchangeError("sizes stage: not reached, an earlier piece failed")
@@ -367,11 +407,16 @@ class Exchange:
     ) -> dict[int, torch.Tensor]:
         """Exchange long messages, bytes by rank; return those that come."""
         started = time.perf_counter()
-        data = self._take(sum(coming.values()))[: sum(coming.values())]
-        found = dict(zip(coming, torch.split(data, list(coming.values())), strict=True))
         begins = {rank: sent.places[rank] + self._head_bytes for rank in going}
         messages = {rank: sent.data[begins[rank] :][:n] for rank, n in going.items()}
-        self._faults.stage("payload", lambda: Pairs(self._group, found, LONG).cross(messages))
+
+        def crossed() -> dict[int, torch.Tensor]:
+            data = self._take(sum(coming.values()))[: sum(coming.values())]
+            found = dict(zip(coming, torch.split(data, list(coming.values())), strict=True))
+            Pairs(self._group, found, LONG).cross(messages)
+            return found
+
+        found = self._faults.stage("payload", crossed)
         self._counters.payload_s += time.perf_counter() - started
         return found
 
@@ -417,12 +462,14 @@ class Agreement:
         Raises
         ------
         ExchangeError
-            When a rank says that it failed before.
+            When a rank says that it failed.
         """
         checks, sizes = zip(*map(read_descriptor, descriptors), strict=True)
         failed = [rank for rank, n in enumerate(sizes) if n == FAILED]
         if failed:
-            reason = f"sizes stage: an earlier exchange failed on {_ranks(failed)} of the group"
+            reason = (
+                f"sizes stage: this or an earlier exchange failed on {_ranks(failed)} of the group"
+            )
             faults.failed(reason, known_to_all=True)
             raise ExchangeError(reason)
         return list(checks), list(sizes)

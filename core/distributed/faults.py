@@ -17,14 +17,14 @@ class ExchangeError(BitslabError, RuntimeError):
 class Faults:
     """The failed exchanges of one caller: an object, or the function on one communicator.
 
-    A rank that raised while others went on says so in the sizes stage of its next call, in which
-    all ranks then raise: nobody waits for a rank that gave up.
+    A rank that cannot encode says so in the sizes stage, and one that raised while others went on
+    in that of its next call; all ranks then raise: nobody waits for a rank that gave up.
 
     Parameters
     ----------
     lasting : bool
-        Whether every later call raises, too. A failed collective of torch always lasts: ranks may
-        be anywhere in it.
+        Whether every later call raises, too. A collective of torch that failed or was interrupted
+        always lasts: ranks may be anywhere in it.
     """
 
     def __init__(self, *, lasting: bool) -> None:
@@ -72,6 +72,8 @@ class Faults:
         ------
         ExchangeError
             When it fails, with the stage's name.
+        BaseException
+            What else interrupts it; every later call raises then, too.
         """
         try:
             return work()
@@ -79,3 +81,7 @@ class Faults:
             reason = f"{name} stage: {error}"
             self.broken(reason)
             raise ExchangeError(reason) from error
+        except BaseException as error:
+            # What was posted would take the messages of the next exchange.
+            self.broken(f"{name} stage: {error!r:.200}")
+            raise

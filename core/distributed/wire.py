@@ -6,8 +6,8 @@ The sizes stage exchanges one descriptor between each pair of ranks, an int64:
 bits   content
 ====== ==================================================================================
 0-31   CRC-32 of the terms: what both ranks must know alike of the messages between them
-32-63  bytes of the message; `FAILED`: an earlier exchange failed on this rank, and it
-       sends nothing now
+32-63  bytes of the message; `FAILED`: an earlier exchange failed on this rank, or this
+       one while it encoded, and it sends nothing now
 ====== ==================================================================================
 
 Every few exchanges, the same ones on all ranks, numbers for a decision follow in the same stage.
@@ -49,7 +49,7 @@ VERSION = 3
 DESCRIPTOR_BYTES = 8
 #: Over gloo, bytes of the longest message that follows its descriptor at once.
 SHORT_BYTES = 256 << 10
-#: In place of the bytes of a message: the rank failed before.
+#: In place of the bytes of a message: the rank failed before, or while it encoded.
 FAILED = (1 << 32) - 1
 #: One more than the most rows for a rank, elements of a row, and bytes of a message.
 MOST_ROWS, MOST_ELEMENTS, MOST_BYTES = 1 << 31, 1 << 32, FAILED

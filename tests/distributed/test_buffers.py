@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any, cast
 
 import pytest
 import torch
 
 from bitslab.distributed.buffers import MOST_AGE, MOST_SPARE, Buffers
+from bitslab.distributed.caller import Caller
+from bitslab.distributed.exchange import Rows
 
 CPU = torch.device("cpu")
 
@@ -52,6 +55,26 @@ def test_what_nobody_asks_for_goes() -> None:
     for _ in range(MOST_AGE + 2):
         kept.give(kept.take(1000, CPU))
     assert kept.nbytes == 4096
+
+
+@pytest.mark.parametrize("failing", ["take", "cat", "_foreach_copy_"])
+def test_buffers_of_a_plain_exchange_that_fails_are_not_counted(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caller = Caller(codec="raw", lasting=False)
+    tables = [Rows(torch.ones(4, n), torch.empty(4, n), [4], [4]) for n in (2, 3)]
+    monkeypatch.setattr(caller, "_delivered", lambda *args: None)
+    left = iter([caller.buffers.take] if failing == "take" else [])
+
+    def fail(*args: Any, **options: Any) -> Any:
+        for work in left:  # the first buffer is lent
+            return work(*args)
+        raise MemoryError("none left")
+
+    monkeypatch.setattr(caller.buffers if failing == "take" else torch, failing, fail)
+    with pytest.raises(MemoryError, match="none left"):
+        caller._deliver_together(cast(Any, None), tables)
+    assert caller.buffers.nbytes == 0
 
 
 def test_threads_never_have_the_same_buffer() -> None:

@@ -21,7 +21,8 @@ from tests.distributed.ranks import run_checks, run_ranks
 two_and_three = pytest.mark.parametrize("ranks", [2, 3])
 CHECKS = (
     *("lossless", "bounded", "subgroup", "asynchronous", "gradients", "disagreement"),
-    *("short_and_long", "few_rows", "longer_buffers"),
+    *("short_and_long", "few_rows", "longer_buffers", "works"),
+    *("encoding_fails", "encoding_there_fails"),
     "as_on_a_gpu_too",
 )
 
@@ -84,6 +85,43 @@ def by_both(ranks: int, check: str, seen_by: dict[int, Seen]) -> tuple[list[Any]
 
 
 @two_and_three
+def test_works_say_how_exchanges_ended(ranks: int, seen_by: dict[int, Seen]) -> None:
+    for seen in seen_by[ranks]["works"]:
+        assert seen and all(seen.values()), seen
+
+
+@two_and_three
+@pytest.mark.parametrize("check", ["encoding_fails", "encoding_there_fails"])
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_where_a_rank_cannot_encode_all_raise_at_once(
+    pieces: int, check: str, ranks: int, seen_by: dict[int, Seen]
+) -> None:
+    said = "ExchangeError: sizes stage: this or an earlier exchange failed on rank 1 of the group"
+    for rank, seen in enumerate(seen_by[ranks][check]):
+        own = rank == 1
+        assert seen[f"failed in {pieces}"] == ("MemoryError: no memory to encode" if own else said)
+        begin = "ExchangeError: an earlier exchange failed: "
+        assert seen[f"next in {pieces}"].startswith(begin + ("encoding" if own else "sizes stage"))
+        assert seen[f"prompt in {pieces}"] and seen[f"rows in {pieces}"] == 0
+
+
+@two_and_three
+@pytest.mark.parametrize("check", ["encoding_fails", "encoding_there_fails"])
+def test_the_function_goes_on_behind_rows_that_were_not_encoded(
+    check: str, ranks: int, seen_by: dict[int, Seen]
+) -> None:
+    for seen in seen_by[ranks][check]:
+        assert seen["failed in a function"] != "no error" and seen["function goes on"]
+
+
+def test_an_interrupted_stage_is_noticed(tmp_path: Path) -> None:
+    other, own = run_ranks("interrupted", 2, tmp_path)
+    assert own["first"].startswith("KeyboardInterrupt")
+    assert own["second"].startswith("ExchangeError: an earlier exchange failed: sizes stage: Key")
+    assert other["first"].startswith("ExchangeError: sizes stage: ")
+
+
+@two_and_three
 def test_gradients_are_those_of_torch(ranks: int, seen_by: dict[int, Seen]) -> None:
     for seen in [s for of_ranks in by_both(ranks, "gradients", seen_by) for s in of_ranks]:
         assert seen["loss"] and seen["equal"] and seen["summed"] and seen["bounded"], seen
@@ -119,7 +157,8 @@ def check_what_follows(ranks: int, found: list[Any]) -> None:
         # Where a rank agreed with both, all raise in the next call; else all know at once.
         if ranks == 3 and rank == 2:
             assert seen["rows next"] == (
-                "ExchangeError: sizes stage: an earlier exchange failed on ranks 0, 1 of the group"
+                "ExchangeError: sizes stage: this or an earlier exchange failed on ranks 0, 1 "
+                "of the group"
             )
         elif ranks == 3:
             assert seen["rows next"].startswith("ExchangeError: an earlier exchange failed: sizes")

@@ -1,0 +1,136 @@
+"""What ranks check of exchanges that fail on one of them, and of what `Work` says of them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from datetime import timedelta
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+from bitslab.distributed import CompressedAllToAll, all_to_all_single
+from bitslab.distributed import exchange as stages
+from bitslab.distributed.pairs import Pairs
+from tests.distributed.device_ranks import CpuCoder, coded_where_rows_are
+from tests.distributed.ranks import error_of, noise
+from tests.helpers import same_bits
+
+
+def encoding_fails(rank: int, ranks: int, *, there: bool = False) -> dict[str, Any]:
+    """Rank 1 has no memory to encode its last piece: all raise, and no row of another call comes.
+
+    Of pieces the last one fails, behind others that are under way.
+    """
+    seen: dict[str, Any] = {}
+    rows = [noise(rank + 10 * call, ranks, 8) for call in range(3)]
+    for pieces in (1, 2):
+        exchange = CompressedAllToAll(codec="compressed", pieces=pieces)
+        exchange(rows[0])
+        outputs: list[torch.Tensor] = []
+        append = partial(_append, outputs, exchange)
+        failing = (
+            _out_of_memory((pieces - 1) * (1 if there else ranks - 1))
+            if rank == 1
+            else nullcontext()
+        )
+        started = time.monotonic()
+        with failing:
+            seen[f"failed in {pieces}"] = _any_error_of(partial(append, rows[1]))
+        seen[f"next in {pieces}"] = _any_error_of(partial(append, rows[2]))
+        seen[f"prompt in {pieces}"] = time.monotonic() - started < 10  # the timeout is longer
+        seen[f"rows in {pieces}"] = len(outputs)
+    found, expected = torch.empty_like(rows[1]), torch.empty_like(rows[1])
+    function = partial(all_to_all_single, found, rows[1], codec="compressed")
+    with _out_of_memory(0) if rank == 1 else nullcontext():
+        seen["failed in a function"] = _any_error_of(function)
+    all_to_all_single(found, rows[2], codec="compressed")
+    dist.all_to_all_single(expected, rows[2])
+    seen["function goes on"] = same_bits(found, expected)
+    return seen
+
+
+def encoding_there_fails(rank: int, ranks: int) -> dict[str, Any]:
+    """The same of rows that are coded where they are, as on a GPU: all ranks' by one call."""
+    with coded_where_rows_are():
+        return encoding_fails(rank, ranks, there=True)
+
+
+def _append(outputs: list[torch.Tensor], exchange: CompressedAllToAll, t: torch.Tensor) -> None:
+    outputs.append(exchange(t))
+
+
+def _out_of_memory(calls: int) -> Any:
+    """Let parts be encoded so many times, then none."""
+    left = iter(range(calls))
+
+    def limited(work: Callable[..., Any]) -> Callable[..., Any]:
+        def encode(*args: Any) -> Any:
+            if next(left, None) is None:
+                raise MemoryError("no memory to encode")
+            return work(*args)
+
+        return encode
+
+    patched = ExitStack()
+    for place, name in ((stages, "encode_part"), (CpuCoder, "encode_vectors")):
+        patched.enter_context(mock.patch.object(place, name, limited(getattr(place, name))))
+    return patched
+
+
+def _any_error_of(work: Callable[[], Any]) -> str:
+    try:
+        return error_of(work)
+    except (MemoryError, KeyboardInterrupt) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def interrupted(rank: int, ranks: int) -> dict[str, Any]:
+    """Rank 1 is interrupted between two waits: it sends nothing more, others raise in time."""
+    exchange = CompressedAllToAll(dist.new_group(timeout=timedelta(seconds=3)))
+    t = torch.ones(ranks, 4)
+    exchange(t)
+
+    def cross(self: Pairs, sent: Any) -> None:
+        raise KeyboardInterrupt
+
+    with mock.patch.object(Pairs, "cross", cross) if rank == 1 else nullcontext():
+        first = _any_error_of(lambda: exchange(t))
+    return {"first": first, "second": _any_error_of(lambda: exchange(t))}
+
+
+def works(rank: int, ranks: int) -> dict[str, Any]:
+    """What torch's `Work` says of an exchange that goes on, ended well or failed."""
+    t = torch.arange(4.0 * ranks).view(-1, 2) + 100 * rank
+    expected, found = torch.empty_like(t), torch.zeros_like(t)
+    dist.all_to_all_single(expected, t)
+    seen: dict[str, Any] = {}
+    start = partial(all_to_all_single, found, async_op=True, codec="compressed")
+    start(t).wait()
+    if rank:
+        dist.barrier()
+    found.zero_()
+    work = start(t)
+    if not rank:  # others have not begun
+        seen["goes on"] = not (work.is_completed() or work.is_success() or work.exception())
+        dist.barrier()
+    work.synchronize()
+    seen["synchronize waits"] = torch.equal(found, expected)
+    seen["ended well"] = work.is_success() and work.exception() is None
+    seen["no limit"] = start(t).wait(timedelta(0))
+    # One more row for all than they expect.
+    wrong = start(torch.ones((2 + (rank == 0)) * ranks, 2))
+    error = error_of(wrong.synchronize)
+    said = wrong.exception()
+    seen["failed"] = wrong.is_completed() and not wrong.is_success()
+    seen["error"] = error != "no error" and f"{type(said).__name__}: {said}" == error
+    return seen
+
+
+CHECKS: dict[str, Callable[[int, int], Any]] = {
+    f.__name__: f for f in (encoding_fails, encoding_there_fails, interrupted, works)
+}
