@@ -18,7 +18,7 @@ from ..engine.advisor.link import own_stream, work_seconds
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.vector_chunks import VectorOptions, send_bytes
 from ..engine.transfer import StreamLane, ThreadTask
-from ..errors import CorruptedDataError
+from ..errors import BitslabError, CorruptedDataError
 from .buffers import Buffers
 from .device_parts import Came, Coded, Coder, Message, Outcome, Part, Places
 from .exchange import Agreement, Rows, spans_of
@@ -269,9 +269,11 @@ class DeviceExchange:
         with on:
             try:
                 numbers = self._exchanged(piece, self._messages(coded, host.tolist()))
-            except BaseException:
+            except BaseException as error:
                 self._buffers.forget(*self._taken)
                 self._taken.clear()
+                if not isinstance(error, BitslabError):  # those are known to all, or will be
+                    self._faults.broken(f"exchange: {error!r:.200}")
                 raise
             done = None if self._lane is None else self._lane.record()
         if piece == self._pieces - 1:
