@@ -120,8 +120,8 @@ class HostBuffer:
         pin : bool or "lazily"
             True page-locks the memory now where this process can use a GPU, else at the first use
             by one. "lazily" waits for that use in any case. False never page-locks it. What is
-            page-locked now is near the current GPU, where a machine has memory in several parts
-            (NUMA nodes) and says which one that is.
+            page-locked now is on the NUMA node of the current GPU, where the system says which
+            one that is.
         private : bool
             Whether only this process will ever use it: huge pages, which are page-locked in half
             the time. It is no file, cannot be shared, and is not there in forked children.

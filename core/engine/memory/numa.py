@@ -1,8 +1,8 @@
-"""Host memory near a GPU, on machines whose memory is in several parts (NUMA nodes).
+"""Host memory on the NUMA node of a GPU.
 
-A GPU is nearer to one part: what it reads from another one crosses the link between processors,
-too. Where the system says which part that is, the pages of page-locked memory are asked for there.
-It is a preference: where that part is full, or the system refuses, they come from another one.
+A GPU is attached to one node: what it reads from another one crosses the link between processors,
+too. Where the system says which node that is, page-locked memory is asked for there. It is a
+preference: where that node is full, or the system refuses, pages come from another one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 
 from . import page_locking
 
-#: What says which parts of memory there are, and at which of them a device is.
+#: What says which nodes there are, and to which of them a device is attached.
 NODES = Path("/sys/devices/system/node")
 DEVICES = Path("/sys/bus/pci/devices")
 #: Numbers of Linux's calls `mbind` and `get_mempolicy`, for which the C library has no functions.
@@ -25,9 +25,9 @@ _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 
 
 def nearest_node() -> int | None:
-    """Return the number of the part of memory that this process's current GPU is nearest to.
+    """Return the NUMA node of this process's current GPU.
 
-    None where there is no GPU, the machine has one part only, the system does not say, as in many
+    None where there is no GPU, the machine has one node only, the system does not say, as in many
     virtual machines, or the process takes memory by a policy that its user chose (``numactl``).
     """
     with contextlib.suppress(OSError, ValueError):

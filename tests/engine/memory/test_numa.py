@@ -1,4 +1,4 @@
-"""Page-locked memory on machines with several parts of memory: asked for near the current GPU."""
+"""Page-locked memory on machines with several NUMA nodes: asked for on that of the current GPU."""
 
 from __future__ import annotations
 
