@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from all_to_all_gpu import gpu
+from all_to_all_links import NCCL_LINKS, links
 from codec_ratio import find
 from timing import print_tables
 
@@ -287,13 +288,6 @@ def narrower(rows_of: dict[str, torch.Tensor]) -> Table:
     return found
 
 
-def links() -> dict[str, Table]:
-    """Return whole exchanges between two ranks."""
-    from all_to_all_links import links as between_ranks
-
-    return between_ranks()
-
-
 PARTS: dict[str, Callable[[], dict[str, Table]]] = {
     "ratio": ratio,
     "cpu": cpu,
@@ -307,10 +301,14 @@ PARTS: dict[str, Callable[[], dict[str, Table]]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=("ratio", "cpu"))
+    parser.add_argument(
+        "--links", nargs="+", choices=(*NCCL_LINKS, "gloo"), help="of the part links; default: all"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--out", type=Path, help="file to write to as well")
     options = parser.parse_args()
-    tables = {k: v for name in options.only for k, v in PARTS[name]().items()}
+    parts = PARTS | {"links": partial(links, options.links)}
+    tables = {k: v for name in options.only for k, v in parts[name]().items()}
     print_tables(tables, options.json, options.out)
 
 

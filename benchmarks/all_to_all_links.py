@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,7 +58,7 @@ EXAMPLE = (
 )
 #: Of the model.
 MODEL_RANKS, MODEL_GB_PER_S = (8, 32), (4, 12.5, 25, 50)
-#: Links of two GPUs of one host, by what NCCL is given. NVLink multicast is left off.
+#: Links of two GPUs of one host, by what NCCL is given.
 NCCL_LINKS = {
     "NVLink": {},
     "no peer access": {"NCCL_P2P_DISABLE": "1"},
@@ -68,13 +68,19 @@ NCCL_LINKS = {
 Line = dict[str, Any]
 
 
-def links() -> dict[str, list[Line]]:
-    """Start the ranks for each link; return tables of what rank 0 measured, and of the model."""
-    chosen: dict[str, dict[str, str]] = {}
+def links(names: Sequence[str] | None = None) -> dict[str, list[Line]]:
+    """Start the ranks for each link; return tables of what rank 0 measured, and of the model.
+
+    Without names, for all links of this machine.
+    """
+    there = ["gloo"]
     if torch.cuda.device_count() >= RANKS:
-        # Multicast over NVLink is left off.
-        chosen = {n: {"NCCL_NVLS_ENABLE": "0", **each} for n, each in NCCL_LINKS.items()}
-    chosen["gloo"] = {}
+        there = [*NCCL_LINKS, "gloo"]
+    if missing := set(names or ()) - set(there):
+        raise SystemExit(f"--links: {sorted(missing)} need {RANKS} GPUs; here: {there}")
+    # Multicast over NVLink is left off.
+    of_nccl = {n: {"NCCL_NVLS_ENABLE": "0", **each} for n, each in NCCL_LINKS.items()}
+    chosen = {name: of_nccl.get(name, {}) for name in there if not names or name in names}
     measured: list[Line] = []
     steps: list[Line] = []
     for name, variables in chosen.items():
