@@ -26,9 +26,9 @@ from all_to_all_gpu import emb_1
 from bitslab.distributed import CompressedAllToAll, Table
 from bitslab.distributed.buffers import Buffers
 from bitslab.distributed.device import DeviceExchange
-from bitslab.distributed.exchange import Rows
 from bitslab.distributed.faults import Faults
 from bitslab.distributed.helpers import helper_of
+from bitslab.distributed.layout import Rows
 from bitslab.distributed.pairs import Pairs
 from bitslab.distributed.stats import Counters
 from bitslab.distributed.wire import DESCRIPTOR_BYTES

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..dtypes import dense
 from ..engine.codecs import check_tensor_argument
 from ..engine.codecs.base import check_indices_argument, check_integer
 from ..engine.kernels.vector_format import KINDS
@@ -18,22 +17,15 @@ from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError
 from .bounds import ErrorBound, checked_bound
 from .buffers import MOST_BYTES
 from .caller import Caller, checked_codec
-from .collective import (
-    check_dtype,
-    checked_group,
-    cut_rows,
-    refuse_capture,
-    repeats_of,
-    row_of,
-)
-from .exchange import Rows
-from .messages import Array
-from .parts import Part, spread_to_copies, sums_of
-from .plan import Bound, Table, TableState, either_bound, states_of
+from .checks import checked_group, refuse_capture, repeats_of, rows_of
+from .layout import Kept, Layout, Rows
+from .messages import REFERENCES, Array, Repeats
+from .parts import Call, CallPlan, Given, Part, layout_of, plan_of, spread_to_copies, sums_of
+from .plan import Bound, Table, either_bound, states_of
 from .rounding import ErrorFeedback, round_stochastically
 
 FORWARD, BACKWARD = 0, 1
-VERSION = 2
+VERSION = 3
 
 
 class CompressedAllToAll:
@@ -77,8 +69,9 @@ class CompressedAllToAll:
     buffer_bytes : int
         Of buffers for messages that are kept between calls at most.
     decide_every : int
-        Calls from one decision of ``codec="auto"`` to the next; the first is the ninth one, or that
-        behind so many. The same on all ranks.
+        Calls from one decision of ``codec="auto"`` to the next, forward and backward counted
+        apart; the first is the ninth one, or that behind so many. On a GPU up to 16 times as many
+        where decisions change nothing. The same on all ranks.
 
     Raises
     ------
@@ -146,6 +139,7 @@ class CompressedAllToAll:
             every=decide_every,
             buffer_bytes=buffer_bytes,
         )
+        self._plans = Kept[CallPlan]()
         self._backward_calls = 0
         self._entered = threading.Lock()
 
@@ -194,17 +188,14 @@ class CompressedAllToAll:
         check_tensor_argument("input", input)
         if input.dim() < 1:
             raise ArgumentError("input: 0 dimensions, expected [N, ...]")
-        part = self._part(
+        given = Given(
             self._states[""],
-            "input",
             input,
-            output_split_sizes,
-            input_split_sizes,
-            group,
-            row_ids,
-            received_ids,
+            None if output_split_sizes is None else tuple(map(int, output_split_sizes)),
+            None if input_split_sizes is None else tuple(map(int, input_split_sizes)),
         )
-        (found,) = self._apply(group, [part], [input])
+        call = self._call(group, [given], [row_ids], [received_ids])
+        (found,) = self._apply(group, call, [input])
         return found
 
     def exchange_tables(
@@ -232,7 +223,8 @@ class CompressedAllToAll:
         Returns
         -------
         dict of str to torch.Tensor
-            ``[M, row_elements]`` of each table of which rows came, in the order of the tables.
+            ``[M, row_elements]`` of each table of which rows came, in the order of the tables;
+            those of tables of one dtype and width share memory.
 
         Raises
         ------
@@ -244,50 +236,54 @@ class CompressedAllToAll:
         if not self._planned:
             raise ArgumentError("inputs: tables, none were planned; give tables=")
         group = checked_group(self.group)
-        for argument, given in (
+        for argument, mapping in (
             ("inputs", inputs),
             ("output_split_sizes", output_split_sizes),
             ("input_split_sizes", input_split_sizes),
-            ("row_ids", row_ids or {}),
-            ("received_ids", received_ids or {}),
+            ("row_ids", row_ids),
+            ("received_ids", received_ids),
         ):
-            self._check_names(argument, given)
-        none = [0] * group.size()
-        parts, tensors = [], []
+            if mapping is not None:
+                self._check_names(argument, mapping)
+        none = (0,) * group.size()
         device = self._device_of(inputs, group)
+        given, tensors = [], []
         for name, state in self._states.items():
-            table = state.table
+            t, table = inputs.get(name), state.table
             assert table is not None  # planned
-            nothing = torch.empty(0, table.row_elements, dtype=table.dtype, device=device)
-            t = inputs.get(name, nothing)
-            check_tensor_argument(f"inputs: {name}", t)
-            if t.dim() != 2 or t.shape[1] != table.row_elements:
-                raise ArgumentError(
-                    f"inputs: {name}: {list(t.shape)}, expected [N, {table.row_elements}]"
-                )
-            if t.dtype != table.dtype:
-                raise ArgumentTypeError(f"inputs: {name}: {t.dtype}, planned is {table.dtype}")
-            if t.device != device:
-                raise ArgumentTypeError(f"inputs: {name}: on {t.device}, others on {device}")
+            if t is None:
+                t = torch.empty(0, table.row_elements, dtype=table.dtype, device=device)
+            else:
+                self._check_rows(name, t, table, device)
             tensors.append(t)
-            parts.append(
-                self._part(
+            received, sent = output_split_sizes.get(name), input_split_sizes.get(name)
+            given.append(
+                Given(
                     state,
-                    f"inputs: {name}",
                     t,
-                    output_split_sizes.get(name, none),
-                    input_split_sizes.get(name, none),
-                    group,
-                    (row_ids or {}).get(name),
-                    (received_ids or {}).get(name),
+                    none if received is None else tuple(map(int, received)),
+                    none if sent is None else tuple(map(int, sent)),
                 )
             )
-        found = self._apply(group, parts, tensors)
-        return {
-            part.state.name: t
-            for part, t in zip(parts, found, strict=True)
-            if part.state.name in output_split_sizes
-        }
+        call = self._call(
+            group,
+            given,
+            [row_ids.get(name) for name in self._states] if row_ids else None,
+            [received_ids.get(name) for name in self._states] if received_ids else None,
+        )
+        found = zip(self._states, self._apply(group, call, tensors), strict=True)
+        return {name: t for name, t in found if name in output_split_sizes}
+
+    def _check_rows(self, name: str, t: torch.Tensor, table: Table, device: torch.device) -> None:
+        check_tensor_argument(f"inputs: {name}", t)
+        if t.dim() != 2 or t.shape[1] != table.row_elements:
+            raise ArgumentError(
+                f"inputs: {name}: {list(t.shape)}, expected [N, {table.row_elements}]"
+            )
+        if t.dtype != table.dtype:
+            raise ArgumentTypeError(f"inputs: {name}: {t.dtype}, planned is {table.dtype}")
+        if t.device != device:
+            raise ArgumentTypeError(f"inputs: {name}: on {t.device}, others on {device}")
 
     def _device_of(
         self, inputs: Mapping[str, torch.Tensor], group: dist.ProcessGroup
@@ -302,41 +298,40 @@ class CompressedAllToAll:
     def _check_names(self, argument: str, given: Any) -> None:
         if not isinstance(given, Mapping):
             raise ArgumentTypeError(f"{argument}: expected a mapping by table, got {given!r:.60}")
-        unknown = sorted(set(given) - set(self._states))
-        if unknown:
+        if not given.keys() <= self._states.keys():
+            unknown = sorted(set(given) - set(self._states))
             raise ArgumentError(f"{argument}: {unknown}, tables are {sorted(self._states)}")
 
-    def _part(
+    def _call(
         self,
-        state: TableState,
-        name: str,
-        t: torch.Tensor,
-        output_splits: Sequence[int] | None,
-        input_splits: Sequence[int] | None,
         group: dist.ProcessGroup,
-        row_ids: torch.Tensor | None,
-        received_ids: torch.Tensor | None,
-    ) -> Part:
-        """Return the rows of a table in a call, checked."""
-        refuse_capture(t)
-        rows, size = t.shape[0], group.size()
-        if (input_splits is None or output_splits is None) and rows % size:
-            raise ArgumentError(f"{name}: {rows} rows for {size} ranks")
-        equal = [rows // size] * size
-        received = equal if output_splits is None else list(map(int, output_splits))
-        given = equal if input_splits is None else list(map(int, input_splits))
-        if min(received, default=0) < 0 or len(received) != size:
-            raise ArgumentError(
-                f"output_split_sizes: {received}, expected a size from 0 for each of {size} ranks"
-            )
-        row = row_of(t, None)
-        check_dtype(t.dtype, state.bound)
-        if row_ids is not None and self._pieces > 1:
-            raise ArgumentError(f"row_ids: given with pieces={self._pieces}")
-        flat, given = cut_rows("input", t.detach(), row, given, group)
-        repeats = repeats_of("input", flat, given, row_ids, plain=self._caller.is_plain(FORWARD))
-        ids = self._checked_ids(received_ids, sum(received))
-        return Part(state, tuple(t.shape[1:]), t.dtype, row, given, received, repeats, ids)
+        given: list[Given],
+        row_ids: Sequence[torch.Tensor | None] | None,
+        received_ids: Sequence[torch.Tensor | None] | None,
+    ) -> Call:
+        """Return a call, checked; what its sizes say is known where an earlier one had the same."""
+        refuse_capture(given[0].rows)
+        ranks = group.rank(), group.size()
+        key = (ranks, *((g.rows.shape, g.rows.dtype, g.received, g.sent) for g in given))
+        plan = self._plans.get(key)
+        if plan is None:
+            copied = self._caller.copied_rank(group)
+            plan = self._plans.keep(key, plan_of(group, given, copied))
+        repeats: list[list[Repeats | None] | None] = [None] * len(given)
+        ids: list[Array | None] = [None] * len(given)
+        for number, of_rows in enumerate(row_ids or ()):
+            if of_rows is None:
+                continue
+            if self._pieces > 1:
+                raise ArgumentError(f"row_ids: given with pieces={self._pieces}")
+            part, plain = plan.parts[number], self._caller.is_plain(FORWARD)
+            rows = rows_of(given[number].rows, part.row)
+            repeats[number] = repeats_of("input", rows, part.send_rows, of_rows, plain=plain)
+        if received_ids is not None or self._feedback_rows:
+            for number, part in enumerate(plan.parts):
+                of_part = None if received_ids is None else received_ids[number]
+                ids[number] = self._checked_ids(of_part, sum(part.receive_rows))
+        return Call(plan, repeats, ids)
 
     def _checked_ids(self, received_ids: torch.Tensor | None, rows: int) -> Array | None:
         if received_ids is None:
@@ -349,10 +344,10 @@ class CompressedAllToAll:
         return ids
 
     def _apply(
-        self, group: dist.ProcessGroup, parts: list[Part], tensors: list[torch.Tensor]
+        self, group: dist.ProcessGroup, call: Call, tensors: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         found: tuple[torch.Tensor, ...] = _AllToAll.apply(  # type: ignore[no-untyped-call]
-            self, group, parts, *tensors
+            self, group, call, *tensors
         )
         if torch.is_grad_enabled():
             self.iteration += 1
@@ -436,63 +431,81 @@ class CompressedAllToAll:
         return self._feedback[name]
 
     def send_forward(
-        self, group: dist.ProcessGroup, parts: Sequence[Part], tensors: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Exchange rows forward; return what came, ``[M, row]``, and keep in parts how."""
+        self, group: dist.ProcessGroup, call: Call, tensors: Sequence[torch.Tensor]
+    ) -> Sequence[torch.Tensor]:
+        """Exchange rows forward; return what came, ``[M, row]``, and keep in the call how."""
+        plan = call.plan
+        memory = plan.forward.memory_on(tensors[0].device)
         rows = []
-        for part, t in zip(parts, tensors, strict=True):
-            flat = dense(t).view(t.shape[0], part.row)
-            out = torch.empty((sum(part.receive_rows), part.row), dtype=t.dtype, device=t.device)
-            bound, relative = part.state.bound_of(flat, self.iteration)
+        for number, (part, t) in enumerate(zip(plan.parts, tensors, strict=True)):
+            flat, bound, relative = rows_of(t, part.row), 0.0, False
+            if part.state.bound is not None:
+                bound, relative = part.state.bound_of(flat, self.iteration)
             rows.append(
                 Rows(
                     flat,
-                    out,
+                    memory.received[number],
                     part.send_rows,
                     part.receive_rows,
                     bound,
                     relative,
-                    repeats=None if part.repeats is None else list(part.repeats),
-                    name=part.state.name,
+                    REFERENCES,
+                    call.repeats[number],
+                    part.state.name,
+                    memory.parts[number],
+                    memory.whole[number],
                 )
             )
-        self._exchange(group, rows, parts, FORWARD)
-        for part, each in zip(parts, rows, strict=True):
-            part.repeats, part.places = each.repeats, each.places
-        return [each.received for each in rows]
+        self._exchange(group, rows, plan.parts, FORWARD, plan.forward)
+        call.repeats = [each.repeats for each in rows]
+        call.places = [each.places for each in rows]
+        return memory.received
 
     def send_back(
-        self, group: dist.ProcessGroup, parts: Sequence[Part], gradients: Sequence[torch.Tensor]
+        self, group: dist.ProcessGroup, call: Call, gradients: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
         """Exchange gradients ``[M, row]`` of what came; return those of what was sent.
 
-        Parts are those that have gradients, the same ones on all ranks.
+        They are of the tables that have gradients, the same ones on all ranks.
         """
-        rows, kept = [], []
-        rank, copied = dist.get_rank(group), self._caller.copied_rank(group)
-        for number, (part, gradient) in enumerate(zip(parts, gradients, strict=True)):
-            sent, ids = sums_of(part, gradient)
-            counts = [len(each) for each in sent]
-            flat = torch.cat(sent)
-            back = list(part.send_rows)
-            for to, repeated in enumerate(part.repeats or []):
-                if repeated is not None:
-                    back[to] = len(repeated.first)
+        plan, copied = call.plan, self._caller.copied_rank(group)
+        sums = [
+            sums_of(call, number, gradient)
+            for number, gradient in zip(plan.with_gradients, gradients, strict=True)
+        ]
+        parts = [plan.parts[number] for number in plan.with_gradients]
+        layout = plan.backward
+        if any(each.are_fewer for each in sums):
+            sizes = [(p, s.counts, s.back) for p, s in zip(parts, sums, strict=True)]
+            layout = layout_of(group, sizes, copied)
+        memory = layout.memory_on(gradients[0].device)
+        rows = []
+        for number, (part, each) in enumerate(zip(parts, sums, strict=True)):
+            flat = each.rows
             bound: float | torch.Tensor = 0.0
             if self.backward_bound is not None and flat.dtype in KINDS:
                 bound = self.backward_bound.where_rows_are(flat, self.iteration)
                 own = slice(0)
                 if copied is not None:
-                    own = slice(sum(counts[:copied]), sum(counts[: copied + 1]))
-                flat = self._rounded(part, flat, ids, bound, number, rank, own)
-            out = torch.empty((sum(back), part.row), dtype=flat.dtype, device=flat.device)
-            rows.append(Rows(flat, out, counts, back, bound, name=part.state.name))
-            kept.append(back)
+                    own = slice(sum(each.counts[:copied]), sum(each.counts[: copied + 1]))
+                flat = self._rounded(part, flat, each.ids, bound, number, group.rank(), own)
+            rows.append(
+                Rows(
+                    flat,
+                    memory.received[number],
+                    each.counts,
+                    each.back,
+                    bound,
+                    name=part.state.name,
+                    parts=memory.parts[number],
+                    memory=memory.whole[number],
+                )
+            )
         self._backward_calls += 1
-        self._exchange(group, rows, parts, BACKWARD)
+        self._exchange(group, rows, parts, BACKWARD, layout)
         return [
-            spread_to_copies(part, each.received, back)
-            for part, each, back in zip(parts, rows, kept, strict=True)
+            spread_to_copies(call, number, each.received, of_sums.back)
+            for number, each, of_sums in zip(plan.with_gradients, rows, sums, strict=True)
         ]
 
     def _rounded(
@@ -524,7 +537,12 @@ class CompressedAllToAll:
         return found
 
     def _exchange(
-        self, group: dist.ProcessGroup, rows: list[Rows], parts: Sequence[Part], way: int
+        self,
+        group: dist.ProcessGroup,
+        rows: list[Rows],
+        parts: Sequence[Part],
+        way: int,
+        layout: Layout,
     ) -> None:
         self._caller.faults.check()
         if not self._entered.acquire(blocking=False):
@@ -534,11 +552,10 @@ class CompressedAllToAll:
                 part.state.choice if way == FORWARD else part.state.backward_choice
                 for part in parts
             ]
-            self._caller.exchange(group, rows, choices, way)
-            for part, each in zip(parts, rows, strict=True):
+            self._caller.exchange(group, rows, choices, way, layout)
+            for part, each, raw_bytes in zip(parts, rows, layout.raw_bytes, strict=True):
                 counters = part.state.forward if way == FORWARD else part.state.backward
-                raw = each.raw_bytes(self._caller.copied_rank(group))
-                counters.raw_bytes += raw
+                counters.raw_bytes += raw_bytes
                 counters.moved_bytes += each.moved_bytes
         finally:
             self._entered.release()
@@ -552,32 +569,30 @@ class _AllToAll(torch.autograd.Function):
         ctx: Any,
         owner: CompressedAllToAll,
         group: dist.ProcessGroup,
-        parts: list[Part],
+        call: Call,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Exchange, and keep which rows repeat."""
-        found = owner.send_forward(group, parts, [t.detach() for t in tensors])
-        ctx.call = owner, group, parts
-        ctx.set_materialize_grads(True)
-        results = [t.view(len(t), *part.shape) for t, part in zip(found, parts, strict=True)]
-        without = [t for t in results if not (t.is_floating_point() or t.is_complex())]
-        ctx.mark_non_differentiable(*without)
+        plan = call.plan
+        results = owner.send_forward(group, call, tensors)
+        if not plan.flat:
+            pairs = zip(results, plan.parts, strict=True)
+            results = [t.view(len(t), *part.shape) for t, part in pairs]
+        ctx.call = owner, group, call
+        if len(plan.with_gradients) < len(plan.parts):
+            pairs = zip(results, plan.parts, strict=True)
+            ctx.mark_non_differentiable(*(t for t, part in pairs if not part.has_gradient))
         return tuple(results)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """Send gradients back, those of copies of a row as their sum."""
-        owner, group, parts = ctx.call
-        # Integers have none; all ranks know the tables' dtypes.
-        given = [
-            (i, gradient.contiguous().view(gradient.shape[0], part.row))
-            for i, (gradient, part) in enumerate(zip(gradients, parts, strict=True))
-            if part.dtype.is_floating_point or part.dtype.is_complex
-        ]
-        numbers = [i for i, _ in given]
-        of_parts = [parts[i] for i in numbers]
-        found = owner.send_back(group, of_parts, [rows for _, rows in given])
-        results: list[torch.Tensor | None] = [None] * len(parts)
-        for i, part, t in zip(numbers, of_parts, found, strict=True):
-            results[i] = t.view(sum(part.send_rows), *part.shape)
+        owner, group, call = ctx.call
+        plan = call.plan
+        given = [rows_of(gradients[i], plan.parts[i].row) for i in plan.with_gradients]
+        found = owner.send_back(group, call, given)
+        results: list[torch.Tensor | None] = [None] * len(plan.parts)
+        for i, t in zip(plan.with_gradients, found, strict=True):
+            part = plan.parts[i]
+            results[i] = t if plan.flat else t.view(sum(part.send_rows), *part.shape)
         return None, None, None, *results

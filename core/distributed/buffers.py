@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from ..engine.kernels.cuda.stream import current_stream
 from ..engine.memory.locks import call_after_fork
 
 #: Bytes that are kept at most between exchanges.
@@ -109,7 +110,7 @@ class Buffers:
                 self._lent_bytes += data.nbytes
             return data
         if device.type == "cuda":
-            stream = torch.cuda.current_stream(device)
+            stream = current_stream(device)
             if found.mark is not None:
                 found.mark.wait(stream)
             found.data.record_stream(stream)

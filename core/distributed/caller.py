@@ -4,28 +4,33 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
 from ..engine.advisor import NetworkModel, network_model
 from ..engine.codecs import BoundedVectorCodec
+from ..engine.kernels.cuda.stream import current_stream
 from ..engine.transfer import ThreadLane
 from ..errors import ArgumentError
 from .buffers import MOST_BYTES, Buffers
 from .device import DeviceExchange
-from .exchange import Exchange, Rows
+from .exchange import Exchange
 from .faults import Faults
 from .helpers import helper_of
+from .layout import Kept, Layout, Plain, Rows, sizes_of_tables
 from .selection import (
+    MODES,
     PIECES,
     PLAIN,
+    TRIALS,
     Decision,
     Measured,
     TableChoice,
-    WayRecord,
     as_floats,
 )
 from .stats import Counters
@@ -93,6 +98,7 @@ class Caller:
         self._lane: ThreadLane | None = None
         self._model: NetworkModel | None = None
         self._choices: dict[tuple[torch.dtype, int, bool], TableChoice] = {}
+        self._layouts = Kept[Layout]()
 
     def choice_for(self, rows: Rows) -> TableChoice:
         """Return how rows of a dtype, size and kind of bound are written."""
@@ -107,7 +113,16 @@ class Caller:
 
     def copied_rank(self, group: dist.ProcessGroup) -> int | None:
         """Return the rank of a group whose rows are copied: this one, or None for none."""
-        return None if self.own_rows_cross else dist.get_rank(group)
+        return None if self.own_rows_cross else group.rank()
+
+    def layout_of(self, group: dist.ProcessGroup, tables: Sequence[Rows]) -> Layout:
+        """Return the layout of tables' rows, which calls of the same sizes share."""
+        sizes, rank, copied = sizes_of_tables(tables), group.rank(), self.copied_rank(group)
+        key = sizes, rank, group.size(), copied
+        found = self._layouts.get(key)
+        if found is None:
+            found = self._layouts.keep(key, Layout(sizes, rank, group.size(), copied))
+        return found
 
     def coded_on_device(self, device: torch.device) -> bool:
         """Return whether rows are coded where they are, not by the host."""
@@ -119,6 +134,7 @@ class Caller:
         tables: Sequence[Rows],
         choices: Sequence[TableChoice],
         way: int = 0,
+        layout: Layout | None = None,
     ) -> None:
         """Exchange rows of tables; see `Exchange.run`, and `Rows` for what is written to.
 
@@ -132,26 +148,29 @@ class Caller:
             One a table; measured anew where this call decides.
         way : int
             0: forward, 1: backward.
+        layout : Layout, optional
+            Of the tables' sizes, where it is known.
         """
         device = tables[0].sent.device
+        layout = layout or self.layout_of(group, tables)
         if self.coded_on_device(device):
-            started = self.start(group, tables, way)
+            started = self.start(group, tables, way, layout)
             if isinstance(started, DeviceExchange):
                 started.finish()
             return
         if self.codec == "raw":
-            self._plain(group, tables, way)
+            self._plain(group, tables, self.counters[way], layout)
             return
         self.faults.check()
-        model = self._due_model(group, device)
+        model = self._due_model(group, device, way)
         if model is not None:
             self._choose(group, tables, choices, model)
         if self.is_plain(way):
             if model is not None:
                 self._decide_while_plain(group, tables, choices, model, way)
-            self._plain(group, tables, way)
+            self._plain(group, tables, self.counters[way], layout)
             return
-        numbers = self._predictions(group, model, SHORT_BYTES)
+        numbers = self._predictions(group, model)
         for table, choice in zip(tables, choices, strict=True):
             table.candidate = choice.candidate
         counters = self.counters[way]
@@ -175,9 +194,11 @@ class Caller:
             took = getattr(counters, name) - before[name]
             setattr(record, name, getattr(record, name) + took)
 
-    def _due_model(self, group: dist.ProcessGroup, device: torch.device) -> NetworkModel | None:
+    def _due_model(
+        self, group: dist.ProcessGroup, device: torch.device, way: int
+    ) -> NetworkModel | None:
         """Count a call; return the model of the group's network where this one decides."""
-        due = self.decision.begin() and self.codec == "auto" and group.size() > 1
+        due = self.decision.begin(way) and self.codec == "auto" and group.size() > 1
         if due and self._model is None:
             self._model = self.faults.stage("sizes", lambda: network_model(group, device))
         return self._model if due else None
@@ -187,16 +208,17 @@ class Caller:
         group: dist.ProcessGroup,
         tables: Sequence[Rows],
         way: int = 0,
+        layout: Layout | None = None,
         *,
         async_op: bool = False,
     ) -> DeviceExchange | dist.Work | None:
         """Begin an exchange of rows that are coded on their device.
 
-        Where this call decides, what coding them takes is measured, and it is waited for.
+        Where this call decides, exchanges of each mode are measured first, and waited for.
 
         Parameters
         ----------
-        group, tables, way
+        group, tables, way, layout
             As for `exchange`.
         async_op : bool
             Whether torch's own collective is asynchronous.
@@ -209,42 +231,84 @@ class Caller:
         device = tables[0].sent.device
         codes = device.type in BoundedVectorCodec.device_types
         alone = group.size() == 1 and not self.own_rows_cross
+        layout = layout or self.layout_of(group, tables)
         if self.codec == "raw" or not codes or alone:
             # Without counting: nothing is decided.
-            return self._plain(group, tables, way, async_op=async_op)
+            return self._plain(group, tables, self.counters[way], layout, async_op=async_op)
         self.faults.check()
-        model = self._due_model(group, device)
-        helper = helper_of(group, device.type)
-
-        def made(counters: Counters, faults: Faults, **options: Any) -> DeviceExchange:
-            return DeviceExchange(
-                helper,
-                tables,
-                counters,
-                faults,
-                buffers=self.buffers,
-                lane=helper.stream,
-                own_rows_cross=self.own_rows_cross,
-                **options,
-            )
-
-        if model is not None:
-            encode_s, decode_s, moved_bytes = made(Counters(), Faults(lasting=False)).trial()
-            raw = sum(table.raw_bytes(self.copied_rank(group)) for table in tables)
-            self.decision.records[way] = WayRecord(1, raw, moved_bytes, encode_s, decode_s)
-        plain = self.is_plain(way)
-        numbers = self._predictions(group, model, 0)
-        if plain:
-            if numbers:
-                self._agree(group, numbers, device)
-            return self._plain(group, tables, way, async_op=async_op)
-        pieces = self._pieces if self.decision.modes[way] == PIECES else 1
-        exchange = made(self.counters[way], self.faults, pieces=pieces, numbers=numbers)
+        if self.codec == "auto" and self.decision.is_due(way):
+            self._measure_modes(group, tables, way, layout)
+        mode = self.decision.modes[way]
+        if mode == PLAIN:
+            return self._plain(group, tables, self.counters[way], layout, async_op=async_op)
+        exchange = self._coded(group, tables, self.counters[way], layout, mode)
         exchange.start()
-        if numbers:
-            # In this call on all ranks, whenever they wait for what it fetches.
-            self.decision.decide(exchange.finish())
         return exchange
+
+    def _coded(
+        self,
+        group: dist.ProcessGroup,
+        tables: Sequence[Rows],
+        counters: Counters,
+        layout: Layout,
+        mode: str,
+    ) -> DeviceExchange:
+        helper = helper_of(group, tables[0].sent.device.type)
+        return DeviceExchange(
+            helper,
+            tables,
+            counters,
+            self.faults,
+            buffers=self.buffers,
+            pieces=self._pieces if mode == PIECES else 1,
+            lane=helper.stream,
+            own_rows_cross=self.own_rows_cross,
+            layout=layout,
+        )
+
+    def _measure_modes(
+        self, group: dist.ProcessGroup, tables: Sequence[Rows], way: int, layout: Layout
+    ) -> None:
+        """Exchange these rows in each mode, and decide by what the slowest rank's exchanges took.
+
+        As a whole: what coding takes a GPU, and a link for fewer bytes, says nothing of the host,
+        which takes most of an exchange of small tables.
+        """
+        device = tables[0].sent.device
+        seconds = []
+        for mode in MODES:
+            trials = 0 if mode == PIECES and self._pieces == 1 else 1 + TRIALS
+            took = [self._seconds_of(group, tables, layout, mode, device) for _ in range(trials)]
+            # The first one may compile, or make connections.
+            seconds.append(min(took[1:], default=-1.0))
+        self._agree(group, seconds, device, partial(self.decision.decide_way, way))
+
+    def _seconds_of(
+        self,
+        group: dist.ProcessGroup,
+        tables: Sequence[Rows],
+        layout: Layout,
+        mode: str,
+        device: torch.device,
+    ) -> float:
+        """Return the seconds of an exchange of copies of these tables, begun by all ranks at once.
+
+        What is received is written, as it is again by the exchange that counts.
+        """
+        copies = [
+            replace(t, repeats=None if t.repeats is None else list(t.repeats), places=[])
+            for t in tables
+        ]
+        begin = torch.zeros(1, device=device)
+        self.faults.stage("sizes", lambda: dist.all_reduce(begin, group=group))
+        _wait(device)
+        started = time.perf_counter()
+        if mode == PLAIN:
+            self._plain(group, copies, Counters(), layout)
+        else:
+            self._coded(group, copies, Counters(), layout, mode).run()
+        _wait(device)
+        return time.perf_counter() - started
 
     def _pieces_lane(self) -> ThreadLane | None:
         if self._pieces > 1 and self._lane is None:
@@ -259,7 +323,7 @@ class Caller:
         model: NetworkModel,
     ) -> None:
         """Measure each table's candidates on the rows for the rank that gets most."""
-        own = dist.get_rank(group)
+        own = group.rank()
         for table, choice in zip(tables, choices, strict=True):
             parts = torch.split(table.sent, list(table.send_rows))
             others = [part for rank, part in enumerate(parts) if rank != own]
@@ -275,7 +339,7 @@ class Caller:
     ) -> None:
         """Decide by what compressing these rows would take, agreed in one small all-reduce."""
         record = self.decision.records[way]
-        rank = dist.get_rank(group)
+        rank = group.rank()
         record.calls = 1
         record.raw_bytes = record.moved_bytes = record.encode_s = record.decode_s = 0.0
         for table, choice in zip(tables, choices, strict=True):
@@ -285,80 +349,103 @@ class Caller:
             record.moved_bytes += raw / found.ratio
             record.encode_s += raw * found.encode_s_per_byte
             record.decode_s += raw * found.decode_s_per_byte
-        self._agree(group, self._predictions(group, model, SHORT_BYTES), tables[0].sent.device)
+        predicted = as_floats(self._predictions(group, model))
+        self._agree(group, predicted, tables[0].sent.device, self.decision.decide_by)
 
-    def _predictions(
-        self, group: dist.ProcessGroup, model: NetworkModel | None, short_bytes: int
-    ) -> list[int]:
+    def _predictions(self, group: dist.ProcessGroup, model: NetworkModel | None) -> list[int]:
         """Return this rank's predictions as numbers, none where nothing is decided."""
         if model is None:
             return []
-        return self.decision.predictions(model, group.size() - 1, short_bytes)
+        return self.decision.predictions(model, group.size() - 1, SHORT_BYTES)
 
     def _agree(
-        self, group: dist.ProcessGroup, numbers: Sequence[int], device: torch.device
+        self,
+        group: dist.ProcessGroup,
+        seconds: Sequence[float],
+        device: torch.device,
+        decide: Callable[[list[float]], None],
     ) -> None:
-        """Decide by the predictions of all ranks, by one small all-reduce."""
-        slowest = torch.tensor(as_floats(numbers), dtype=torch.float64, device=device)
+        """Decide by the seconds of the slowest rank, found by one small all-reduce."""
+        slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
         self.faults.stage("sizes", lambda: dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group))
-        self.decision.decide_by(slowest.tolist())
+        decide(slowest.tolist())
 
     def _plain(
         self,
         group: dist.ProcessGroup,
         tables: Sequence[Rows],
-        way: int,
+        counters: Counters,
+        layout: Layout,
         *,
         async_op: bool = False,
     ) -> dist.Work | None:
         """Let torch's own collective deliver the rows of all tables at once; return what it did."""
         self.faults.check()
-        counters = self.counters[way]
         started = time.perf_counter()
         work = None
-        wide = [table for table in tables if table.row_bytes]
-        if len(wide) == 1:
-            (table,) = wide
-            received, sent = (t.view(torch.uint8) for t in (table.received, table.sent))
+        if len(layout.wide) == 1:
+            table = tables[layout.wide[0]]
+            received, sent = table.received.view(torch.uint8), table.sent.view(torch.uint8)
             work = self._delivered(
                 group, received, sent, table.receive_rows, table.send_rows, async_op
             )
-        elif wide:
-            self._deliver_together(group, wide)
-        for table in tables:
-            table.repeats = None
-            table.places = [None] * group.size()
-            table.moved_bytes = table.raw_bytes(dist.get_rank(group))
-            counters.raw_bytes += table.moved_bytes
-            counters.moved_bytes += table.moved_bytes
+        elif layout.wide:
+            self._deliver_together(group, tables, layout)
+        for table, n_bytes in zip(tables, layout.plain.raw_bytes, strict=True):
+            table.repeats, table.places, table.moved_bytes = None, [], n_bytes
+        counters.raw_bytes += layout.plain.all_raw_bytes
+        counters.moved_bytes += layout.plain.all_raw_bytes
         counters.payload_s += time.perf_counter() - started
         counters.plain_calls += 1
         return work
 
-    def _deliver_together(self, group: dist.ProcessGroup, tables: Sequence[Rows]) -> None:
+    def _deliver_together(
+        self, group: dist.ProcessGroup, tables: Sequence[Rows], layout: Layout
+    ) -> None:
         """Deliver the rows of several tables by one collective, rank after rank."""
-        device = tables[0].sent.device
-        sent = _by_rank((t.sent, t.send_rows) for t in tables)
-        into = _by_rank((t.received, t.receive_rows) for t in tables)
-        sizes_out, sizes_in = ([sum(map(len, part)) for part in each] for each in (sent, into))
+        device, plain = tables[layout.wide[0]].sent.device, layout.plain
         taken: list[torch.Tensor] = []
         try:
-            for sizes in (sizes_out, sizes_in):
+            for sizes in (plain.send_bytes, plain.receive_bytes):
                 taken.append(self.buffers.take(sum(sizes), device))
-            given, found = taken[0][: sum(sizes_out)], taken[1][: sum(sizes_in)]
-            torch.cat([piece for part in sent for piece in part], out=given)
-            self._delivered(group, found, given, sizes_in, sizes_out, False)
-            pieces = [piece for part in into for piece in part]
-            cut = torch.split(found, list(map(len, pieces)))
-            torch._foreach_copy_(pieces, list(cut))
+            given, found = (
+                data[: sum(sizes)]
+                for data, sizes in zip(taken, (plain.send_bytes, plain.receive_bytes), strict=True)
+            )
+            self._gather(tables, layout, given)
+            self._delivered(group, found, given, plain.receive_bytes, plain.send_bytes, False)
+            self._spread(tables, layout, found)
         except BaseException:
             self.buffers.forget(*taken)
             raise
         mark = None
         if device.type == "cuda":
             mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            mark.record(torch.cuda.current_stream(device))
+            mark.record(current_stream(device))
         self.buffers.give(*taken, mark=mark)
+
+    def _gather(self, tables: Sequence[Rows], layout: Layout, given: torch.Tensor) -> None:
+        """Write rows to bytes, rank after rank and table after table."""
+        plain = layout.plain
+        rows = {i: tables[i].sent for i in layout.wide}
+        if not plain.alike:
+            rows = {i: t.view(-1).view(torch.uint8) for i, t in rows.items()}
+        parts = {i: t.split_with_sizes(plain.sent_units[i]) for i, t in rows.items()}
+        pieces = [parts[table][rank] for rank, table in plain.sent]
+        if pieces:
+            torch.cat(pieces, out=_in_units(given, plain, tables[layout.wide[0]].sent))
+
+    def _spread(self, tables: Sequence[Rows], layout: Layout, found: torch.Tensor) -> None:
+        """Write what came, rank after rank and table after table, to the tables."""
+        plain = layout.plain
+        parts = [table.parts or table.received_parts() for table in tables]
+        into = [parts[table][rank] for rank, table in plain.received]
+        if not into:
+            return
+        if not plain.alike:
+            into = [part.view(-1).view(torch.uint8) for part in into]
+        rows = _in_units(found, plain, tables[layout.wide[0]].received)
+        torch._foreach_copy_(into, list(rows.split_with_sizes(plain.units)))
 
     def _delivered(
         self,
@@ -377,15 +464,15 @@ class Caller:
         return work
 
 
-def _by_rank(
-    tables: Iterable[tuple[torch.Tensor, Sequence[int]]],
-) -> list[tuple[torch.Tensor, ...]]:
-    """Return by rank the bytes of tables ``[N, row]``, of so many rows each."""
-    cut = [
-        [part.view(-1).view(torch.uint8) for part in torch.split(t, list(rows))]
-        for t, rows in tables
-    ]
-    return list(zip(*cut, strict=True))
+def _in_units(data: torch.Tensor, plain: Plain, like: torch.Tensor) -> torch.Tensor:
+    """Return bytes as rows of a tensor's kind, where all tables have one."""
+    return data.view(like.dtype).view(-1, like.shape[1]) if plain.alike else data
+
+
+def _wait(device: torch.device) -> None:
+    """Wait for what is queued on torch's current stream."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 _callers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Caller]] = (

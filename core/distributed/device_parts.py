@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import torch
 
 from ..engine.kernels.vector_chunks import VectorOptions
 from .messages import Array, Fields, Repeats
-from .wire import PART_SIZE
 
 
 class Coder(Protocol):
@@ -27,8 +26,7 @@ class Coder(Protocol):
         """Write the tensors of bodies, of one dtype, whose memory begins at words."""
 
 
-@dataclass(frozen=True)
-class Part:
+class Part(NamedTuple):
     """Rows of a table for a rank.
 
     Parameters
@@ -60,8 +58,7 @@ class Coded:
     sizes: torch.Tensor
 
 
-@dataclass(frozen=True)
-class Came:
+class Came(NamedTuple):
     """A part that came.
 
     Parameters
@@ -88,44 +85,26 @@ class Places:
     places: Array
 
 
-@dataclass
-class Outcome:
-    """What a piece leaves for the caller.
+class Section(NamedTuple):
+    """A part of a message.
 
     Parameters
     ----------
-    numbers : list
-        Of each rank.
-    done : torch.cuda.Event or None
-        Behind all that was queued.
+    table : int
+        Its number.
+    head : bytes
+        Header and fields, where rows cross once for each id.
+    body : torch.Tensor
+        uint8 on the device.
+    n_bytes : int
+        Of both.
     """
 
-    numbers: list[list[int]]
-    done: torch.cuda.Event | None
+    table: int
+    head: bytes
+    body: torch.Tensor
+    n_bytes: int
 
 
-@dataclass
-class Message:
-    """What is sent to a rank: heads on the host, bodies and rows on the device, one after another.
-
-    Parameters
-    ----------
-    parts : list
-        For each its table, its head, and its body or rows.
-    """
-
-    parts: list[tuple[int, bytes, torch.Tensor]] = field(default_factory=list)
-
-    def sections(self) -> list[bytes | torch.Tensor]:
-        """Return the sizes of all parts but the last one, and the parts."""
-        parts = sorted(self.parts, key=lambda part: part[0])
-        sizes = [len(head) + body.nbytes for _, head, body in parts]
-        found: list[bytes | torch.Tensor] = [b"".join(PART_SIZE.pack(n) for n in sizes[:-1])]
-        for _, head, body in parts:
-            found += [head, body]
-        return [section for section in found if len(section)]
-
-    @property
-    def by_id(self) -> bool:
-        """Whether rows of a part cross once for each id."""
-        return any(head for _, head, _ in self.parts)
+#: What is sent to a rank: its parts in the order of the tables.
+Message = list[Section]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,87 +13,14 @@ import torch.distributed as dist
 
 from ..engine.transfer import ThreadLane, ThreadTask
 from ..errors import CorruptedDataError
+from .agreement import Agreement, Difference
 from .buffers import Buffers
 from .faults import ExchangeError, Faults
-from .messages import (
-    REFERENCES,
-    Array,
-    Candidate,
-    Repeats,
-    decode_part,
-    encode_part,
-    most_part_bytes,
-)
-from .pairs import FIRST, LONG, TERMS, Pairs
+from .layout import Rows, sizes_of_tables, spans_of
+from .messages import Array, decode_part, encode_part, most_part_bytes
+from .pairs import FIRST, LONG, Pairs
 from .stats import Counters
-from .wire import (
-    DESCRIPTOR_BYTES,
-    DTYPES,
-    FAILED,
-    MOST_TERMS,
-    PART_SIZE,
-    SHORT_BYTES,
-    TableTerms,
-    Terms,
-    descriptor,
-    read_descriptor,
-)
-
-
-@dataclass
-class Rows:
-    """Rows of one table for every rank of a group, and where those that come are written.
-
-    Parameters
-    ----------
-    sent, received : torch.Tensor
-        ``[N, row]`` and ``[M, row]`` on the CPU, contiguous: what is sent and what comes, rank
-        after rank.
-    send_rows, receive_rows : sequence of int
-        Rows for each rank and of each.
-    bound : float or torch.Tensor
-        How far a delivered element may be from the one that was sent; 0: every bit is kept. Rows of
-        this rank for itself are copied. On a GPU it may be there, float64 without dimensions.
-    relative : bool
-        On a GPU, whether the bound is a share of the range of the rows for each rank.
-    candidate : Candidate
-        How they are written.
-    repeats : list, optional
-        For each rank the `Repeats` among its rows, or None. After the exchange, those by which
-        rows crossed.
-    name : str
-        Of the table, for errors.
-
-    Attributes
-    ----------
-    places : list
-        After the exchange, for each rank int64 ``[rows]``: which row that crossed each of its rows
-        is, or None where there were as many.
-    moved_bytes : int
-        After the exchange, bytes of the parts for other ranks.
-    """
-
-    sent: torch.Tensor
-    received: torch.Tensor
-    send_rows: Sequence[int]
-    receive_rows: Sequence[int]
-    bound: float | torch.Tensor = 0.0
-    relative: bool = False
-    candidate: Candidate = REFERENCES
-    repeats: list[Repeats | None] | None = None
-    name: str = ""
-    places: list[Array | None] = field(default_factory=list)
-    moved_bytes: int = 0
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of a row."""
-        return self.sent.shape[1] * self.sent.element_size()
-
-    def raw_bytes(self, rank: int | None) -> int:
-        """Return the bytes of the rows for other ranks than this one; of all for None."""
-        copied = 0 if rank is None else self.send_rows[rank]
-        return (sum(self.send_rows) - copied) * self.row_bytes
+from .wire import DESCRIPTOR_BYTES, FAILED, MOST_NUMBERS, PART_SIZE, SHORT_BYTES
 
 
 @dataclass(frozen=True)
@@ -119,15 +46,12 @@ class _Received:
 
     Parameters
     ----------
-    checks : list of int
-        Of the descriptors.
     messages : list of numpy.ndarray
         uint8, by rank; of this one nothing.
     numbers : list
         The numbers of each rank.
     """
 
-    checks: list[int]
     messages: list[Array]
     numbers: list[list[int]]
 
@@ -175,9 +99,13 @@ class Exchange:
         self._numbers = list(numbers)
         self._head_bytes = DESCRIPTOR_BYTES * (1 + len(self._numbers))
         self._stopped = False
-        self._rank, self._size = dist.get_rank(group), group.size()
+        self._rank, self._size = group.rank(), group.size()
         self._others = [rank for rank in range(self._size) if rank != self._rank]
-        self._agreement = Agreement(group, tables)
+        self._agreement = Agreement(
+            sizes_of_tables(tables), self._rank, self._size, pieces=pieces, numbers=len(numbers)
+        )
+        self._compared = False
+        self._difference: Difference | None = None
 
     def run(self) -> list[list[int]]:
         """Exchange, and write what came, or raise.
@@ -211,7 +139,7 @@ class Exchange:
                     self._encoding_failed(error, lambda: self._reported(expected))
                     raise
                 found = self._stages(sent, expected)
-                self._agreement.check(found.checks, self._faults)
+                self._check()
                 self._decode(0, found)
             else:
                 found = self._in_pieces(self._lane)
@@ -249,10 +177,19 @@ class Exchange:
             self._faults.broken(f"waiting for pieces: {error!r:.200}")
             raise
         first = tasks[0].result()
-        self._agreement.check(first.checks, self._faults)
+        self._check()
         for piece, task in enumerate(tasks):
             self._decode(piece, task.result())
         return first
+
+    def _check(self) -> None:
+        """Raise where ranks disagree, behind as many pieces as the rank with most of them has."""
+        difference = self._difference
+        if difference is None:
+            return
+        for _ in range(self._pieces, difference.most_pieces):
+            self._stages(self._nothing(0))
+        raise difference.error(self._rank, self._faults)
 
     # Coding
 
@@ -278,14 +215,14 @@ class Exchange:
 
     def _reported(self, expected: _Expected | None = None) -> ExchangeError:
         """Say to all ranks that this one failed; return the error to raise."""
-        nothing = self._nothing()
+        nothing = self._nothing(FAILED)
         self._first(expected or self._expected(), nothing)
         return self._faults.reported()
 
-    def _nothing(self) -> _Sent:
-        """Return messages that say that this rank failed."""
+    def _nothing(self, size: int) -> _Sent:
+        """Return messages without bytes: of no size, or they say that this rank failed."""
         places = [self._head_bytes * rank for rank in range(self._size)]
-        return _Sent(self._take(self._head_bytes * self._size), places, [FAILED] * self._size)
+        return _Sent(self._take(self._head_bytes * self._size), places, [size] * self._size)
 
     def _encode(self, piece: int) -> _Sent:
         """Return the messages of a piece."""
@@ -340,6 +277,10 @@ class Exchange:
                 reason = f"message of rank {source} of the group: {error}"
                 self._faults.failed(reason, known_to_all=False)
                 raise CorruptedDataError(reason) from None
+            except BaseException as error:
+                # All else has crossed: only these rows are missing.
+                self._faults.failed(f"decoding: {error!r:.200}", known_to_all=False)
+                raise
         self._counters.decode_s += time.perf_counter() - started
 
     # Stages
@@ -348,7 +289,8 @@ class Exchange:
         """Let first messages of all ranks come."""
 
         def posted() -> _Expected:
-            room = self._head_bytes + SHORT_BYTES
+            # A rank that disagrees may have other numbers.
+            room = DESCRIPTOR_BYTES * (1 + MOST_NUMBERS) + SHORT_BYTES
             data = self._take(room * len(self._others))
             buffers = dict(zip(self._others, torch.split(data, room), strict=False))
             return buffers, Pairs(self._group, buffers, FIRST)
@@ -399,8 +341,12 @@ class Exchange:
             for rank, found in self._payload(coming, going, sent).items():
                 messages[rank] = found.numpy()
         self._counters.moved_bytes += sum(sent.sizes)
+        if not self._compared:
+            self._compared = True
+            device = self._tables[0].sent.device
+            self._difference = self._agreement.difference(checks, self._group, device)
         self._stopped = False
-        return _Received(checks, messages, [row[1:] for row in rows])
+        return _Received(messages, [row[1:] for row in rows])
 
     def _payload(
         self, coming: dict[int, int], going: dict[int, int], sent: _Sent
@@ -425,140 +371,6 @@ class Exchange:
 _Expected = tuple[dict[int, torch.Tensor], Pairs]
 
 
-def spans_of(rows: Sequence[int], piece: int, pieces: int) -> list[tuple[int, int]]:
-    """Return for each rank where its rows of a piece begin, and how many there are."""
-    found, at = [], 0
-    for n in rows:
-        begin, end = piece * n // pieces, (piece + 1) * n // pieces
-        found.append((at + begin, end - begin))
-        at += n
-    return found
-
-
-class Agreement:
-    """What a rank knows of the rows between it and each other one, and whether they know the same.
-
-    Parameters
-    ----------
-    group : ProcessGroup
-        Whose ranks exchange.
-    tables : sequence of Rows
-        As for `Exchange`.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, tables: Sequence[Rows]) -> None:
-        self._group, self._tables = group, tables
-        self._rank, self._size = dist.get_rank(group), group.size()
-        self._terms = [self._terms_with(other) for other in range(self._size)]
-        self._checks = [terms.check() for terms in self._terms]
-
-    def descriptors(self, sizes: Sequence[int]) -> list[int]:
-        """Return the descriptors of messages of so many bytes for each rank."""
-        return [descriptor(check, n) for check, n in zip(self._checks, sizes, strict=True)]
-
-    def sizes_of(self, descriptors: Sequence[int], faults: Faults) -> tuple[list[int], list[int]]:
-        """Return checks and sizes of what comes.
-
-        Raises
-        ------
-        ExchangeError
-            When a rank says that it failed.
-        """
-        checks, sizes = zip(*map(read_descriptor, descriptors), strict=True)
-        failed = [rank for rank, n in enumerate(sizes) if n == FAILED]
-        if failed:
-            reason = (
-                f"sizes stage: this or an earlier exchange failed on {_ranks(failed)} of the group"
-            )
-            faults.failed(reason, known_to_all=True)
-            raise ExchangeError(reason)
-        return list(checks), list(sizes)
-
-    def agrees(self, checks: Sequence[int]) -> bool:
-        """Return whether all others know the same, and this rank of the rows for itself."""
-        own = all(t.send_rows[self._rank] == t.receive_rows[self._rank] for t in self._tables)
-        return own and all(
-            rank == self._rank or check == self._checks[rank] for rank, check in enumerate(checks)
-        )
-
-    def check(self, checks: Sequence[int], faults: Faults) -> None:
-        """Raise where ranks disagree; both of a pair find it alike."""
-        others = [rank for rank in range(self._size) if rank != self._rank]
-        wrong = [rank for rank in others if checks[rank] != self._checks[rank]]
-        said = [f"rank {rank}: {why}" for rank, why in self._reasons(wrong).items()]
-        for table in self._tables:
-            sent, expected = table.send_rows[self._rank], table.receive_rows[self._rank]
-            if sent != expected:
-                of = f"table {table.name}: " if table.name else ""
-                said.append(
-                    f"rank {self._rank}: {of}{sent} rows sent, {expected} are expected here"
-                )
-        if said:
-            reason = f"sizes stage: rank {self._rank} of the group disagrees with {'; '.join(said)}"
-            faults.failed(reason, known_to_all=wrong == others)
-            raise ExchangeError(reason)
-
-    def _terms_with(self, other: int) -> Terms:
-        return Terms(
-            [
-                TableTerms(
-                    DTYPES.index(table.sent.dtype),
-                    table.sent.shape[1],
-                    table.send_rows[other],
-                    table.receive_rows[other],
-                )
-                for table in self._tables
-            ],
-            lower=self._rank <= other,
-        )
-
-    def _reasons(self, wrong: Sequence[int]) -> dict[int, str]:
-        """Exchange the terms themselves with ranks whose check differs; return why."""
-        names = [table.name for table in self._tables]
-        device = self._tables[0].sent.device
-        found = {}
-        for rank in wrong:
-            ours = self._terms[rank].numbers()
-            other = dist.get_global_rank(self._group, rank)
-            try:
-                theirs = _swapped(ours, other, self._group, device, first=self._rank < rank)
-            except RuntimeError as error:
-                found[rank] = f"other rows, dtype or version ({error})"
-            else:
-                found[rank] = self._terms[rank].disagreement(theirs, names)
-        return found
-
-
-def _swapped(
-    ours: Sequence[int],
-    other: int,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    *,
-    first: bool,
-) -> list[int]:
-    """Exchange numbers with a rank, as many as each has; the `first` one sends first."""
-
-    def send() -> None:
-        for given in ([len(ours)], ours):
-            numbers = torch.tensor(given, dtype=torch.int64, device=device)
-            dist.send(numbers, other, group=group, tag=TERMS)
-
-    def receive() -> list[int]:
-        count = torch.empty(1, dtype=torch.int64, device=device)
-        dist.recv(count, other, group=group, tag=TERMS)
-        found = torch.empty(min(MOST_TERMS, int(count)), dtype=torch.int64, device=device)
-        dist.recv(found, other, group=group, tag=TERMS)
-        return list(map(int, found.tolist()))
-
-    if first:
-        send()
-        return receive()
-    theirs = receive()
-    send()
-    return theirs
-
-
 def _cut(message: Array, parts: int) -> list[Array]:
     """Return the parts of a message."""
     at = PART_SIZE.size * max(0, parts - 1)
@@ -571,7 +383,3 @@ def _cut(message: Array, parts: int) -> list[Array]:
         found.append(message[at : at + size])
         at += size
     return [*found, message[at:]] if parts else []
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
+from ..errors import ArgumentError
+from .agreement import TableSizes
+from .checks import check_dtype, cut_rows, row_of
+from .layout import Layout
 from .messages import Array, Repeats
 from .plan import TableState
 
 
-@dataclass
+@dataclass(frozen=True)
 class Part:
-    """Rows of one table in a call, and what its backward pass needs.
+    """Rows of one table in calls of the same sizes.
 
     Parameters
     ----------
@@ -24,12 +30,6 @@ class Part:
         Of a row; its elements.
     send_rows, receive_rows : list of int
         Rows for each rank and of each.
-    repeats : list or None
-        For each rank the `Repeats` among its rows; after the exchange, those by which they crossed.
-    received_ids : numpy.ndarray or None
-        int64: the ids of the rows that come.
-    places : list
-        As of `Rows`.
     """
 
     state: TableState
@@ -38,24 +38,165 @@ class Part:
     row: int
     send_rows: list[int]
     receive_rows: list[int]
-    repeats: list[Repeats | None] | None
-    received_ids: Array | None
-    places: list[Array | None] = field(default_factory=list)
+
+    @property
+    def has_gradient(self) -> bool:
+        """Whether rows have gradients; all ranks know the tables' dtypes."""
+        return self.dtype.is_floating_point or self.dtype.is_complex
 
 
-def sums_of(part: Part, gradient: torch.Tensor) -> tuple[list[torch.Tensor], Array | None]:
-    """Return gradients for each rank, those of copies of a row as one, and the ids of each row."""
+@dataclass(frozen=True)
+class CallPlan:
+    """What calls of the same sizes have in common.
+
+    Parameters
+    ----------
+    parts : list of Part
+        Of the tables.
+    forward, backward : Layout
+        Of rows, and of gradients where those of copies of a row are not summed.
+    with_gradients : list of int
+        Tables whose rows have gradients.
+    flat : bool
+        Whether all tables' tensors are ``[N, row]``.
+    """
+
+    parts: list[Part]
+    forward: Layout
+    backward: Layout
+    with_gradients: list[int]
+    flat: bool
+
+
+class Given(NamedTuple):
+    """A tensor in a call ``[N, ...]``, and the rows for each rank as they were given."""
+
+    state: TableState
+    rows: torch.Tensor
+    received: tuple[int, ...] | None
+    sent: tuple[int, ...] | None
+
+
+def plan_of(group: dist.ProcessGroup, given: Sequence[Given], copied: int | None) -> CallPlan:
+    """Return what calls of these sizes have in common.
+
+    Raises
+    ------
+    ArgumentError, ArgumentTypeError
+        When sizes do not fit the tensors, or each other.
+    """
+    parts = [_part_of(group, each) for each in given]
+    with_gradients = [i for i, part in enumerate(parts) if part.has_gradient]
+    back = [parts[i] for i in with_gradients]
+    return CallPlan(
+        parts,
+        layout_of(group, [(p, p.send_rows, p.receive_rows) for p in parts], copied),
+        layout_of(group, [(p, p.receive_rows, p.send_rows) for p in back], copied),
+        with_gradients,
+        all(len(part.shape) == 1 for part in parts),
+    )
+
+
+def layout_of(
+    group: dist.ProcessGroup,
+    sizes: Sequence[tuple[Part, Sequence[int], Sequence[int]]],
+    copied: int | None,
+) -> Layout:
+    """Return the layout of tables with so many rows for each rank, and of each."""
+    tables = [
+        TableSizes(part.state.name, part.dtype, part.row, tuple(sent), tuple(received))
+        for part, sent, received in sizes
+    ]
+    return Layout(tables, group.rank(), group.size(), copied)
+
+
+def _part_of(group: dist.ProcessGroup, given: Given) -> Part:
+    t, received, sent = given.rows, given.received, given.sent
+    rows, size = t.shape[0], group.size()
+    if (sent is None or received is None) and rows % size:
+        raise ArgumentError(f"input: {rows} rows for {size} ranks")
+    equal = (rows // size,) * size
+    received = equal if received is None else received
+    if min(received, default=0) < 0 or len(received) != size:
+        raise ArgumentError(
+            f"output_split_sizes: {list(received)}, expected a size from 0 for each of {size} ranks"
+        )
+    row = row_of(t, None)
+    check_dtype(t.dtype, given.state.bound)
+    _, counts = cut_rows("input", t.detach(), row, equal if sent is None else sent, group)
+    return Part(given.state, tuple(t.shape[1:]), t.dtype, row, counts, list(received))
+
+
+@dataclass
+class Call:
+    """Rows of tables in a call, and what its backward pass needs.
+
+    Parameters
+    ----------
+    plan : CallPlan
+        Of the sizes.
+    repeats : list
+        By table, for each rank the `Repeats` among its rows, or None; after the exchange, those by
+        which they crossed.
+    received_ids : list
+        By table int64, the ids of the rows that come, or None.
+    places : list
+        By table, as of `Rows`.
+    """
+
+    plan: CallPlan
+    repeats: list[list[Repeats | None] | None]
+    received_ids: list[Array | None]
+    places: list[list[Array | None]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Gradients of a table that go back.
+
+    Parameters
+    ----------
+    rows : torch.Tensor
+        ``[N, row]``, rank after rank; those of copies of a row as one.
+    counts, back : list of int
+        Rows for each rank, and of each.
+    ids : numpy.ndarray or None
+        Of each row.
+    are_fewer : bool
+        Whether fewer rows go back than came, or come back than were given.
+    """
+
+    rows: torch.Tensor
+    counts: list[int]
+    back: list[int]
+    ids: Array | None
+    are_fewer: bool
+
+
+def sums_of(call: Call, table: int, gradient: torch.Tensor) -> Sums:
+    """Return what goes back of gradients ``[M, row]`` of a table."""
+    part, places_of, ids_of = call.plan.parts[table], call.places[table], call.received_ids[table]
+    repeats = call.repeats[table]
+    back = part.send_rows
+    if repeats and any(repeats):
+        back = [
+            n if repeated is None else len(repeated.first)
+            for n, repeated in zip(part.send_rows, repeats, strict=True)
+        ]
+    if not places_of or all(places is None for places in places_of):
+        return Sums(gradient, part.receive_rows, back, ids_of, back is not part.send_rows)
     ids: list[Array | None] = [None] * len(part.receive_rows)
-    if part.received_ids is not None:
-        ids = list(np.split(part.received_ids, np.cumsum(part.receive_rows)[:-1]))
+    if ids_of is not None:
+        ids = list(np.split(ids_of, np.cumsum(part.receive_rows)[:-1]))
     sent, kept = [], []
     for rows, places, of_rows in zip(
-        torch.split(gradient, part.receive_rows), part.places, ids, strict=True
+        torch.split(gradient, part.receive_rows), places_of, ids, strict=True
     ):
         sent.append(rows if places is None else _summed(rows, places))
         if of_rows is not None:
             kept.append(of_rows if places is None else _ids_of_sums(of_rows, places))
-    return sent, np.concatenate(kept) if kept else None
+    of_sums = np.concatenate(kept) if kept else None
+    return Sums(torch.cat(sent), [len(rows) for rows in sent], back, of_sums, True)
 
 
 def _ids_of_sums(ids: Array, places: Array) -> Array:
@@ -72,15 +213,18 @@ def _summed(rows: torch.Tensor, places: Array) -> torch.Tensor:
     return sums.index_add_(0, at, rows.to(wide)).to(rows.dtype)
 
 
-def spread_to_copies(part: Part, found: torch.Tensor, back: Sequence[int]) -> torch.Tensor:
+def spread_to_copies(
+    call: Call, table: int, found: torch.Tensor, back: Sequence[int]
+) -> torch.Tensor:
     """Return gradients of the rows that were given: sums to the first copy of each."""
-    if list(back) == part.send_rows:
+    part = call.plan.parts[table]
+    if back == part.send_rows:
         return found
     result = torch.zeros((sum(part.send_rows), part.row), dtype=found.dtype, device=found.device)
     pieces = zip(
         torch.split(result, part.send_rows),
         torch.split(found, list(back)),
-        part.repeats or [],
+        call.repeats[table] or [],
         strict=True,
     )
     for to, given, repeated in pieces:

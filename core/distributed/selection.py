@@ -36,6 +36,8 @@ HYSTERESIS = 0.9
 TRIAL_BYTES = 1 << 20
 #: Of each candidate; the shorter time counts.
 TRIALS = 2
+#: Due calls that do not decide, at the most, where decisions by measured exchanges change nothing.
+MOST_PASSED_OVER = 15
 #: The first call that decides, counted from 0, and from there on each so many.
 FIRST_DECISION, DECISION_EVERY = 8, 64
 
@@ -201,13 +203,41 @@ class Decision:
         self.modes = [first] * ways
         self.records = [WayRecord() for _ in range(ways)]
         self._pieces, self._every = pieces, every
-        self._calls = 0
+        self._calls = [0] * ways
+        self._decided = [False] * ways
+        self._passed_over, self._pass_over = [0] * ways, [0] * ways
 
-    def begin(self) -> bool:
-        """Count a call; return whether all ranks decide in it."""
-        since = self._calls - min(FIRST_DECISION, self._every)
-        self._calls += 1
+    def begin(self, way: int = 0) -> bool:
+        """Count a call one way; return whether all ranks decide in it."""
+        since = self._calls[way] - min(FIRST_DECISION, self._every)
+        self._calls[way] += 1
         return since >= 0 and since % self._every == 0
+
+    def is_due(self, way: int) -> bool:
+        """Count a call as `begin` does; return whether exchanges are measured in it.
+
+        Decisions by `decide_way` that change nothing are followed by calls that do not decide: one,
+        three and so on up to `MOST_PASSED_OVER`.
+        """
+        if not self.begin(way):
+            return False
+        due = self._passed_over[way] >= self._pass_over[way]
+        self._passed_over[way] = 0 if due else self._passed_over[way] + 1
+        return due
+
+    def decide_way(self, way: int, slowest: Sequence[float]) -> None:
+        """Decide one way by the seconds of the slowest rank for each mode, below 0 if unknown.
+
+        The first time what is fastest is taken; later it takes `HYSTERESIS` to change.
+        """
+        known = {mode: s for mode, s in zip(MODES, slowest, strict=True) if s >= 0}
+        best = min(known, key=known.__getitem__)
+        now, first = known.get(self.modes[way], math.inf), not self._decided[way]
+        self._decided[way] = True
+        if best != self.modes[way] and (first or known[best] < HYSTERESIS * now):
+            self.modes[way], self._pass_over[way] = best, 0
+        elif not first:
+            self._pass_over[way] = min(MOST_PASSED_OVER, 2 * self._pass_over[way] + 1)
 
     def predictions(self, model: NetworkModel, others: int, short_bytes: int = 0) -> list[int]:
         """Return this rank's predicted seconds as int64 numbers, and begin records anew."""
@@ -242,7 +272,7 @@ class Decision:
 
     def state_dict(self) -> dict[str, Any]:
         """Return modes and calls."""
-        return {"modes": list(self.modes), "calls": self._calls}
+        return {"modes": list(self.modes), "calls": list(self._calls)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as where `state_dict` was taken.
@@ -257,14 +287,15 @@ class Decision:
             isinstance(modes, list)
             and len(modes) == len(self.modes)
             and all(mode in MODES for mode in modes)
-            and isinstance(calls, int)
-            and calls >= 0
+            and isinstance(calls, list)
+            and len(calls) == len(self.modes)
+            and all(isinstance(n, int) and n >= 0 for n in calls)
         )
         if not sound:
             raise CorruptedDataError(f"state: {dict(state)!r:.80}, expected modes and calls")
         usable = COMPRESSED if self._pieces == 1 else PIECES
         self.modes = [usable if mode == PIECES else str(mode) for mode in modes or []]
-        self._calls = int(calls or 0)
+        self._calls = list(calls or [])
 
 
 def as_integers(seconds: Sequence[float]) -> list[int]:

@@ -14,9 +14,11 @@ Every few exchanges, the same ones on all ranks, numbers for a decision follow i
 Over gloo a message of up to `SHORT_BYTES` follows them at once: one round in all. Longer ones, and
 all over NCCL, cross in a second stage.
 
-The terms are int64 numbers: `VERSION`, then for each table the dtype by its place in `DTYPES`, the
-elements of a row, the rows from the lower rank to the higher one, and those back. Ranks whose terms
-differ send each other the terms themselves behind the payload, for the error's message.
+The terms are int64 numbers: `VERSION`, the pieces of a message, the numbers that follow a
+descriptor, then for each table the dtype by its place in `DTYPES`, the elements of a row, the rows
+from the lower rank to the higher one, and those back. Ranks whose terms differ send each other the
+terms themselves behind the payload of the first piece, for the error's message. Then all go on with
+as many pieces as the one that has most, so that nobody waits for one that does not come.
 
 A message has a part for each table of which it has rows, in the order of the tables. Before them
 stand the bytes of each part but the last one, uint32. A part is one of three, by its size and its
@@ -44,7 +46,7 @@ import torch
 
 from ..dtypes import dtype_name
 
-VERSION = 3
+VERSION = 4
 #: Bytes of a descriptor.
 DESCRIPTOR_BYTES = 8
 #: Over gloo, bytes of the longest message that follows its descriptor at once.
@@ -55,6 +57,8 @@ FAILED = (1 << 32) - 1
 MOST_ROWS, MOST_ELEMENTS, MOST_BYTES = 1 << 31, 1 << 32, FAILED
 #: Of numbers of terms that are read of another rank.
 MOST_TERMS = 1 << 20
+#: Numbers that follow a descriptor, and pieces of a message, at the most.
+MOST_NUMBERS, MOST_PIECES = 6, 1024
 #: First byte of a part whose rows cross once for each id; no `RowCoding` has this number.
 BY_ID = 0xFF
 BY_ID_HEADER = struct.Struct("<BBHI")
@@ -76,7 +80,7 @@ DTYPES = (
 )
 
 _LOW_32 = (1 << 32) - 1
-_NUMBERS_OF_A_TABLE = 4
+_NUMBERS_OF_ALL, _NUMBERS_OF_A_TABLE = 3, 4
 
 
 @dataclass(frozen=True)
@@ -109,15 +113,19 @@ class Terms:
         Whether this rank is the lower one.
     version : int
         Of the wire.
+    pieces, numbers_beside : int
+        Pieces of a message, and numbers that follow each descriptor.
     """
 
     tables: Sequence[TableTerms]
     lower: bool
     version: int = VERSION
+    pieces: int = 1
+    numbers_beside: int = 0
 
     def numbers(self) -> list[int]:
         """Return them as both ranks write them."""
-        found = [self.version]
+        found = [self.version, self.pieces, self.numbers_beside]
         for table in self.tables:
             rows = (table.sent, table.expected) if self.lower else (table.expected, table.sent)
             found += [table.dtype, table.row_elements, *rows]
@@ -133,11 +141,15 @@ class Terms:
         if not theirs or theirs[0] != ours[0]:
             there = theirs[0] if theirs else "none"
             return f"version {there} of the wire, here it is {ours[0]}"
+        if len(theirs) >= _NUMBERS_OF_ALL and theirs[1] != ours[1]:
+            return f"pieces {theirs[1]}, here it is {ours[1]}"
+        if len(theirs) >= _NUMBERS_OF_ALL and theirs[2] != ours[2]:
+            return f"{theirs[2]} numbers of a decision, here they are {ours[2]}"
         if len(theirs) != len(ours):
-            count = (len(theirs) - 1) // _NUMBERS_OF_A_TABLE
+            count = (len(theirs) - _NUMBERS_OF_ALL) // _NUMBERS_OF_A_TABLE
             return f"{count} tables, here they are {len(self.tables)}"
         for i, (table, name) in enumerate(zip(self.tables, names, strict=True)):
-            at = 1 + _NUMBERS_OF_A_TABLE * i
+            at = _NUMBERS_OF_ALL + _NUMBERS_OF_A_TABLE * i
             dtype, elements, *rows = theirs[at : at + _NUMBERS_OF_A_TABLE]
             # Of the other rank: what it expects is what this one sends.
             expected, sent = rows if self.lower else rows[::-1]
@@ -151,6 +163,28 @@ class Terms:
             if expected != table.sent:
                 return f"{of}{expected} rows expected, {table.sent} are sent from here"
         return "other rows"
+
+    def differ_but_in_rows(self, theirs: Sequence[int]) -> bool:
+        """Return whether numbers differ that a rank has alike for all others.
+
+        Each rank of the group then differs from one of the two, and knows it.
+        """
+        return _of_rank(self.numbers()) != _of_rank(theirs)
+
+    def pieces_of(self, theirs: Sequence[int]) -> int:
+        """Return the pieces of the other rank, by its numbers."""
+        known = len(theirs) >= _NUMBERS_OF_ALL and theirs[0] == self.version
+        return min(MOST_PIECES, theirs[1]) if known else self.pieces
+
+
+def _of_rank(numbers: Sequence[int]) -> list[int]:
+    """Return what does not depend on the other rank: all but the rows, the last two of a table."""
+    rows = _NUMBERS_OF_A_TABLE - 2
+    return [
+        n
+        for i, n in enumerate(numbers)
+        if i < _NUMBERS_OF_ALL or (i - _NUMBERS_OF_ALL) % _NUMBERS_OF_A_TABLE < rows
+    ]
 
 
 def descriptor(check: int, n_bytes: int) -> int:

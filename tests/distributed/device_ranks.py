@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,9 +17,9 @@ from bitslab.distributed import CompressedAllToAll, ErrorBound, Table, all_to_al
 from bitslab.distributed.buffers import Buffers
 from bitslab.distributed.caller import Caller
 from bitslab.distributed.device import DeviceExchange
-from bitslab.distributed.exchange import Rows
 from bitslab.distributed.faults import Faults
 from bitslab.distributed.helpers import helper_of
+from bitslab.distributed.layout import Rows
 from bitslab.distributed.rounding import round_stochastically
 from bitslab.distributed.stats import Counters
 from bitslab.engine.codecs.vectors import decode_body, encode_body
@@ -80,7 +82,6 @@ def as_on_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
             counters,
             faults,
             buffers=Buffers(),
-            numbers=[rank],
             coder=CpuCoder(),
         )
         return tables, made
@@ -88,7 +89,7 @@ def as_on_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
     for bound in (0.0, 0.02):
         tables, made = exchange(bound, Faults(lasting=True))
         encode_s, decode_s, moved = made.trial()
-        seen[f"numbers {bound}"] = made.run() == [[r] for r in range(ranks)]
+        made.run()
         equal = []
         for i, table in enumerate(tables):
             exact = by_torch(table.sent, list(table.receive_rows), list(table.send_rows))
@@ -143,6 +144,93 @@ def alone(rank: int, ranks: int) -> dict[str, Any]:
     """One rank, whose rows for itself cross."""
     with coded_where_rows_are(own_rows_cross=True):
         return on_device(rank, ranks, CPU)
+
+
+def decisions_there(rank: int, ranks: int) -> dict[str, Any]:
+    """Both ways go on with what whole exchanges of these rows took: the host's coding, the link.
+
+    First coding is slow, then the link.
+    """
+    of_torch, of_coder = dist.all_to_all_single, CpuCoder.encode_vectors
+
+    def slow_coder(self: CpuCoder, *args: Any) -> Any:
+        time.sleep(0.04)
+        return of_coder(self, *args)
+
+    def slow_link(output: torch.Tensor, given: torch.Tensor, *args: Any, **options: Any) -> Any:
+        time.sleep(0.002 + given.nbytes / 1e6)
+        return of_torch(output, given, *args, **options)
+
+    slow = {
+        "coding": mock.patch.object(CpuCoder, "encode_vectors", slow_coder),
+        "link": mock.patch.object(dist, "all_to_all_single", slow_link),
+    }
+    planned = [Table("a", 8), Table("b", 8)]
+    exchange = CompressedAllToAll(tables=planned, decide_every=3)
+    sizes = {table.name: [400] * ranks for table in planned}
+    given = {t.name: rows_of(t, 400 * ranks, rank).requires_grad_() for t in planned}
+    exact = {name: crossed(t, sizes[name], sizes[name]) for name, t in given.items()}
+    back = (torch.arange(400 * ranks) % 7 + 1.0)[:, None].expand(-1, 8).contiguous()
+    seen: dict[str, Any] = {}
+    done = 0
+    with coded_where_rows_are():
+        for name, calls in (("coding", 4), ("link", 4)):
+            equal = []
+            with slow[name]:
+                for _ in range(calls):
+                    found = exchange.exchange_tables(given, sizes, sizes)
+                    equal += [torch.equal(found[key], t) for key, t in exact.items()]
+                    for t in given.values():
+                        t.grad = None
+                    sum((t * back).sum() for t in found.values()).backward()  # type: ignore[union-attr]
+                    equal += [
+                        torch.equal(t.grad, crossed(back, sizes["a"], sizes["a"]))  # type: ignore[arg-type]
+                        for t in given.values()
+                    ]
+            done += calls
+            stats = exchange.stats()
+            seen[name] = stats["modes"]
+            modes: list[Any] = [None] * ranks
+            dist.all_gather_object(modes, stats["modes"])
+            seen[f"{name} agreed"] = all(mode == modes[0] for mode in modes)
+            seen[f"{name} equal"] = all(equal)
+            seen[f"{name} counted"] = all(
+                stats[way]["calls"] + stats[way]["plain_calls"] == done
+                for way in ("forward", "backward")
+            )
+            parts = sum(table["raw_bytes"] for table in stats["tables"].values())
+            seen[f"{name} bytes"] = parts == stats["forward"]["raw_bytes"]
+    return seen
+
+
+def of_kept_sizes(rank: int, ranks: int) -> dict[str, str]:
+    """Calls of sizes that are known are checked as the first one was."""
+    planned = [Table("a", 8), Table("b", 3)]
+    exchange = CompressedAllToAll(tables=planned, codec="compressed")
+    even, more = [4] * ranks, [6, *[4] * (ranks - 1)]
+    rows = {t.name: rows_of(t, 4 * ranks, rank) for t in planned}
+    more_rows = {t.name: rows_of(t, 4 * ranks + 2, rank) for t in planned}
+    sizes, longer = dict.fromkeys(rows, even), dict.fromkeys(rows, more)
+    own = sizes if rank else dict.fromkeys(rows, [6] * ranks)
+    seen = {}
+    with coded_where_rows_are():
+        exchange.exchange_tables(rows, sizes, sizes)
+        exchange.exchange_tables(more_rows, own, longer)  # all send rank 0 more rows
+        calls: dict[str, Callable[[], Any]] = {
+            "dtype": lambda: exchange.exchange_tables(rows | {"b": rows["b"].int()}, sizes, sizes),
+            "width": lambda: exchange.exchange_tables(
+                rows | {"b": rows["b"].view(3, -1)}, sizes, sizes
+            ),
+            "rows": lambda: exchange.exchange_tables(more_rows, sizes, sizes),
+            "unknown": lambda: exchange.exchange_tables(rows, sizes, sizes | {"c": even}),
+            "a tensor": lambda: exchange.exchange_tables(rows | {"a": [1]}, sizes, sizes),  # type: ignore[dict-item]
+        }
+        seen |= {name: error_of(call) for name, call in calls.items()}
+        # Both sizes are known, and now not those that the others have.
+        sent = (more_rows, longer) if rank else (rows, sizes)
+        of_each = partial(exchange.exchange_tables, sent[0], sizes, sent[1])
+        seen["disagreement"] = error_of(of_each)
+    return seen
 
 
 def on_device(rank: int, ranks: int, there: torch.device) -> dict[str, Any]:
@@ -414,5 +502,14 @@ def nccl_paths(rank: int, ranks: int) -> dict[str, Any]:
 
 
 CHECKS: dict[str, Callable[[int, int], Any]] = {
-    f.__name__: f for f in (as_on_a_gpu, as_on_a_gpu_too, alone, nccl, nccl_paths)
+    f.__name__: f
+    for f in (
+        as_on_a_gpu,
+        as_on_a_gpu_too,
+        alone,
+        decisions_there,
+        of_kept_sizes,
+        nccl,
+        nccl_paths,
+    )
 }

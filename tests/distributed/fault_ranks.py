@@ -15,7 +15,11 @@ import torch.distributed as dist
 
 from bitslab.distributed import CompressedAllToAll, all_to_all_single
 from bitslab.distributed import exchange as stages
+from bitslab.distributed.buffers import Buffers
+from bitslab.distributed.faults import Faults
+from bitslab.distributed.layout import Rows
 from bitslab.distributed.pairs import Pairs
+from bitslab.distributed.stats import Counters
 from tests.distributed.device_ranks import CpuCoder, coded_where_rows_are
 from tests.distributed.ranks import error_of, noise
 from tests.helpers import same_bits
@@ -131,6 +135,69 @@ def works(rank: int, ranks: int) -> dict[str, Any]:
     return seen
 
 
+def other_pieces(rank: int, ranks: int) -> dict[str, Any]:
+    """Rank 0 has fewer pieces than others, or more: all know at once, where rows are or not."""
+    seen: dict[str, Any] = {}
+    for there in (False, True):
+        for pieces in (1, 5):
+            exchange = CompressedAllToAll(
+                dist.new_group(), codec="compressed", pieces=3 if rank else pieces
+            )
+            started = time.monotonic()
+            with coded_where_rows_are() if there else nullcontext():
+                said = error_of(partial(exchange, noise(rank, ranks, 8)))
+                seen[f"{there} {pieces} next"] = error_of(partial(exchange, noise(rank, ranks, 8)))
+            seen[f"{there} {pieces}"] = said
+            seen[f"{there} {pieces} prompt"] = time.monotonic() - started < 10
+    return seen
+
+
+def other_numbers(rank: int, ranks: int) -> dict[str, str]:
+    """Rank 0 has other numbers of a decision beside short and long messages."""
+    seen = {}
+    for rows in (8, 2000):
+        t = noise(rank, ranks, rows)
+        sizes = [rows] * ranks
+        table = Rows(t, torch.full_like(t, 7.0), sizes, sizes)
+        exchange = stages.Exchange(
+            dist.new_group(),
+            [table],
+            Counters(),
+            Faults(lasting=True),
+            buffers=Buffers(),
+            numbers=[] if rank else [1, 2, 3, 4, 5, 6],
+        )
+        seen[f"{rows}"] = error_of(exchange.run)
+        seen[f"{rows} kept"] = str(bool((table.received == 7).all()))
+    return seen
+
+
+def decoding_fails(rank: int, ranks: int) -> dict[str, Any]:
+    """Rank 1 has no memory to decode: the next call raises on all ranks."""
+    seen: dict[str, Any] = {}
+    for there in (False, True):
+        exchange = CompressedAllToAll(dist.new_group(), codec="compressed")
+        t = noise(rank, ranks, 8)
+        t[:] = t[:1]
+        place, name = (CpuCoder, "decode_vectors") if there else (stages, "decode_part")
+        failing = mock.patch.object(place, name, side_effect=MemoryError("no memory to decode"))
+        with coded_where_rows_are() if there else nullcontext():
+            exchange(t)
+            with failing if rank == 1 else nullcontext():
+                seen[f"{there}"] = _any_error_of(partial(exchange, t))
+            seen[f"{there} next"] = _any_error_of(partial(exchange, t))
+    return seen
+
+
 CHECKS: dict[str, Callable[[int, int], Any]] = {
-    f.__name__: f for f in (encoding_fails, encoding_there_fails, interrupted, works)
+    f.__name__: f
+    for f in (
+        encoding_fails,
+        encoding_there_fails,
+        interrupted,
+        works,
+        other_pieces,
+        other_numbers,
+        decoding_fails,
+    )
 }

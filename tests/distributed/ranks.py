@@ -23,6 +23,7 @@ import bitslab
 from bitslab.distributed import (
     CompressedAllToAll,
     ErrorBound,
+    agreement,
     all_to_all_single,
     linear,
 )
@@ -78,9 +79,10 @@ def main() -> None:
         world_size=int(ranks),
         timeout=timedelta(seconds=int(timeout_s)),
     )
-    from tests.distributed import device_ranks, fault_ranks, table_ranks
+    from tests.distributed import calls_ranks, device_ranks, fault_ranks, table_ranks
 
     known = CHECKS | table_ranks.CHECKS | device_ranks.CHECKS | fault_ranks.CHECKS
+    known |= calls_ranks.CHECKS
     names = check.split("+")
     results = {name: known[name](int(rank), int(ranks)) for name in names}
     result = results if len(names) > 1 else results[check]
@@ -342,7 +344,7 @@ def disagreement(rank: int, ranks: int) -> dict[str, str]:
         call = partial(all_to_all_single, out, t, [4] * ranks, sent, codec="compressed")
         older: Any = nullcontext()
         if what == "version" and rank == 0:
-            older = mock.patch.object(stages, "Terms", partial(Terms, version=VERSION - 1))
+            older = mock.patch.object(agreement, "Terms", partial(Terms, version=VERSION - 1))
         with older:
             seen[what] = error_of(call)
         seen[f"{what} kept"] = str(bool((out == 7).all()))

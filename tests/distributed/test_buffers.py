@@ -11,7 +11,7 @@ import torch
 
 from bitslab.distributed.buffers import MOST_AGE, MOST_SPARE, Buffers
 from bitslab.distributed.caller import Caller
-from bitslab.distributed.exchange import Rows
+from bitslab.distributed.layout import Layout, Rows, sizes_of_tables
 
 CPU = torch.device("cpu")
 
@@ -73,7 +73,7 @@ def test_buffers_of_a_plain_exchange_that_fails_are_not_counted(
 
     monkeypatch.setattr(caller.buffers if failing == "take" else torch, failing, fail)
     with pytest.raises(MemoryError, match="none left"):
-        caller._deliver_together(cast(Any, None), tables)
+        caller._deliver_together(cast(Any, None), tables, Layout(sizes_of_tables(tables), 0, 1, 0))
     assert caller.buffers.nbytes == 0
 
 

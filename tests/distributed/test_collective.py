@@ -23,6 +23,7 @@ CHECKS = (
     *("lossless", "bounded", "subgroup", "asynchronous", "gradients", "disagreement"),
     *("short_and_long", "few_rows", "longer_buffers", "works"),
     *("encoding_fails", "encoding_there_fails"),
+    *("other_pieces", "other_numbers", "decoding_fails"),
     "as_on_a_gpu_too",
 )
 
@@ -114,6 +115,48 @@ def test_the_function_goes_on_behind_rows_that_were_not_encoded(
         assert seen["failed in a function"] != "no error" and seen["function goes on"]
 
 
+@two_and_three
+@pytest.mark.parametrize("there", [False, True])
+@pytest.mark.parametrize("pieces", [1, 5])
+def test_ranks_with_other_pieces_all_raise_at_once(
+    pieces: int, there: bool, ranks: int, seen_by: dict[int, Seen]
+) -> None:
+    for rank, seen in enumerate(seen_by[ranks]["other_pieces"]):
+        error, other = seen[f"{there} {pieces}"], 1 if rank == 0 else 0
+        assert error.startswith(f"ExchangeError: sizes stage: rank {rank} of the group disagrees")
+        theirs, ours = (3, pieces) if rank == 0 else (pieces, 3)
+        assert f"rank {other}: pieces {theirs}, here it is {ours}" in error
+        assert seen[f"{there} {pieces} prompt"]  # the timeout is longer
+        assert "an earlier exchange failed" in seen[f"{there} {pieces} next"]
+
+
+@two_and_three
+@pytest.mark.parametrize("rows", [8, 2000])
+def test_ranks_with_other_numbers_all_raise(
+    rows: int, ranks: int, seen_by: dict[int, Seen]
+) -> None:
+    for rank, seen in enumerate(seen_by[ranks]["other_numbers"]):
+        theirs, ours = (0, 6) if rank == 0 else (6, 0)
+        text = f"{theirs} numbers of a decision, here they are {ours}"
+        assert seen[f"{rows}"].startswith("ExchangeError: sizes stage") and text in seen[f"{rows}"]
+        assert seen[f"{rows} kept"] == "True"
+
+
+@two_and_three
+@pytest.mark.parametrize("there", [False, True])
+def test_where_a_rank_cannot_decode_all_raise_in_the_next_call(
+    there: bool, ranks: int, seen_by: dict[int, Seen]
+) -> None:
+    for rank, seen in enumerate(seen_by[ranks]["decoding_fails"]):
+        own = rank == 1
+        assert seen[f"{there}"] == ("MemoryError: no memory to decode" if own else "no error")
+        assert seen[f"{there} next"].startswith(
+            "ExchangeError: an earlier exchange failed: decoding: MemoryError"
+            if own
+            else "ExchangeError: sizes stage: this or an earlier exchange failed on rank 1 "
+        )
+
+
 def test_an_interrupted_stage_is_noticed(tmp_path: Path) -> None:
     other, own = run_ranks("interrupted", 2, tmp_path)
     assert own["first"].startswith("KeyboardInterrupt")
@@ -139,7 +182,7 @@ def test_ranks_that_disagree_all_raise_and_go_on(ranks: int, seen_by: dict[int, 
         "rows": ("4 rows expected, 6 are sent", "6 rows sent, 4 are expected"),
         "row": ("2 elements a row, here they are 3", "3 elements a row, here they are 2"),
         "dtype": ("dtype float32, here it is float64", "dtype float64, here it is float32"),
-        "version": ("version 3 of the wire, here it is 2", "version 2 of the wire, here it is 3"),
+        "version": ("version 4 of the wire, here it is 3", "version 3 of the wire, here it is 4"),
     }
     for found in by_both(ranks, "disagreement", seen_by):
         for what, (first, second) in reasons.items():
@@ -244,7 +287,9 @@ def test_terms_are_the_same_on_both_sides_or_say_where_they_differ() -> None:
     assert lower.check() == higher.check() and lower.numbers() == higher.numbers()
     names = ["users", "items"]
     others = {
-        "version 2 of the wire, here it is 3": Terms(higher.tables, False, version=2),
+        "version 2 of the wire, here it is 4": Terms(higher.tables, False, version=2),
+        "pieces 3, here it is 1": Terms(higher.tables, False, pieces=3),
+        "6 numbers of a decision, here they are 0": Terms(higher.tables, False, numbers_beside=6),
         "1 tables, here they are 2": Terms(higher.tables[:1], False),
         "table users: dtype bfloat16, here it is float32": _with(higher, 0, (1, 8, 5, 4)),
         "table users: 9 elements a row, here they are 8": _with(higher, 0, (0, 9, 5, 4)),
@@ -269,5 +314,5 @@ def test_the_bound_follows_its_schedule(seen_by: dict[int, Seen]) -> None:
             seen["errors"], limits, [*limits[1:], 0.0], strict=True
         ):
             assert next_limit < error <= limit
-        assert seen["state"]["version"] == 2 and seen["state"]["iteration"] == 5
+        assert seen["state"]["version"] == 3 and seen["state"]["iteration"] == 5
         assert 0.03 < seen["third"] <= 0.05

@@ -201,8 +201,31 @@ def test_decisions_are_made_in_the_same_calls():
     resumed = Decision(ways=2)
     resumed.load_state_dict(usual.state_dict())
     assert [i for i in range(150, 300) if resumed.begin()] == [200, 264]
+    both = Decision(ways=2, every=5)
+    assert [i for i in range(20) if (both.begin(0), both.begin(1))[1]] == [5, 10, 15]
     numbers = [1.5, -1.0, 1e-9]
     assert as_floats(as_integers(numbers)) == numbers
+
+
+def test_measured_exchanges_decide_at_once_then_by_much_and_ever_more_seldom():
+    decision = Decision(ways=2, every=5)
+    slower, faster = [1.05, -1.0, 1.0], [0.95, -1.0, 1.0]
+    decision.decide_way(1, slower)
+    assert decision.modes == [COMPRESSED, PLAIN]
+    decision.decide_way(1, faster)
+    assert decision.modes == [COMPRESSED, PLAIN], "5 % less is no reason to change"
+    decision.decide_way(1, [0.5, -1.0, 1.0])
+    assert decision.modes == [COMPRESSED, COMPRESSED]
+    decided = []
+    for i in range(1000):
+        if decision.is_due(0):
+            decided.append(i)
+            decision.decide_way(0, slower if i < 900 else [0.5, -1.0, 1.0])
+    gaps = [b - a for a, b in zip(decided, decided[1:], strict=False)]
+    # None is passed over behind a change; then one, three and so on, up to 15.
+    assert decided[0] == 5 and gaps[:6] == [5, 10, 20, 40, 80, 80]
+    last = next(i for i, at in enumerate(decided) if at >= 900)
+    assert gaps[last : last + 1] in ([5], []) and decision.modes[0] == COMPRESSED
 
 
 def test_numbers_are_drawn_by_counter():
@@ -325,7 +348,7 @@ def test_bad_arguments_are_refused(call, text):
 
 
 def test_capture_is_refused(monkeypatch):
-    from bitslab.distributed.collective import refuse_capture
+    from bitslab.distributed.checks import refuse_capture
 
     class OnGpu:
         is_cuda = True

@@ -15,6 +15,8 @@ OF_TWO = (
     "rounded_gradients",
     "function_by_ids",
     "decisions",
+    "decisions_there",
+    "of_kept_sizes",
     "timeout",
     "threads",
     "broken_encoding",
@@ -98,6 +100,33 @@ def test_ranks_agree_on_what_is_faster(seen_by: dict[int, Seen]) -> None:
         assert 0 < seen["plain calls"] < 10
         for name in ("rows", "noise", "again"):
             assert seen[f"{name} equal"] and seen[f"{name} agreed"]
+
+
+def test_both_ways_on_a_gpu_go_on_with_what_whole_exchanges_took(
+    seen_by: dict[int, Seen],
+) -> None:
+    for seen in seen_by[2]["decisions_there"]:
+        assert seen.pop("coding") == {"forward": "plain", "backward": "plain"}
+        assert seen.pop("link") == {"forward": "compressed", "backward": "compressed"}
+        assert len(seen) == 8 and all(seen.values()), seen
+
+
+KEPT = {
+    "dtype": "ArgumentTypeError: inputs: b: torch.int32, planned is torch.float32",
+    "width": "ArgumentError: inputs: b: [3, 8], expected [N, 3]",
+    "rows": "ArgumentError: input_split_sizes: [4, 4], expected sizes from 0 whose sum is 10",
+    "unknown": "ArgumentError: input_split_sizes: ['c'], tables are ['a', 'b']",
+    "a tensor": "ArgumentTypeError: inputs: a: expected a torch.Tensor, got list",
+}
+
+
+def test_calls_of_known_sizes_are_checked(seen_by: dict[int, Seen]) -> None:
+    for rank, seen in enumerate(seen_by[2]["of_kept_sizes"]):
+        said = seen.pop("disagreement")
+        assert seen.keys() == KEPT.keys()
+        for name, text in KEPT.items():
+            assert seen[name].startswith(text), (name, seen[name])
+        assert said.startswith("ExchangeError: sizes stage: rank") and "table a: " in said, rank
 
 
 def test_helpers_have_the_timeout_of_their_group(seen_by: dict[int, Seen]) -> None:

@@ -22,7 +22,13 @@ from bitslab.engine.kernels import cuda
 from bitslab.engine.kernels.cuda.source import vector_variant
 from bitslab.engine.kernels.cuda.vector_decode import ROOM
 from bitslab.engine.kernels.cuda.vector_encode import VectorEncodeKernels
-from bitslab.engine.kernels.vector_chunks import VectorOptions, VectorPlan, send_bytes
+from bitslab.engine.kernels.vector_chunks import (
+    MOST_PLANS,
+    VectorOptions,
+    VectorPlan,
+    VectorPlans,
+    send_bytes,
+)
 from bitslab.engine.kernels.vector_format import CODE_LIMIT_BITS, raw_body_bytes
 from tests.simt.module import SimtModule, guarded
 from tests.simt.runner import SimtRunner
@@ -258,6 +264,37 @@ def test_a_plan_serves_any_number_of_calls():
             strict=False,
         ):
             assert torch.equal(out[at : at + n], expected(codec, t))
+
+
+def test_calls_of_the_same_shapes_share_a_plan_whatever_their_bounds(monkeypatch):
+    """Bounds are those of each call, as numbers or where the rows are; shapes are checked anew."""
+    made = []
+    real = VectorPlan.encoding.__func__  # type: ignore[attr-defined]
+    counted = classmethod(lambda *args: made.append(args) or real(*args))
+    monkeypatch.setattr(VectorPlan, "encoding", counted)
+    kernels = VectorEncodeKernels(SimtRunner())
+    tensors = [rows_of(90, 8, 30), rows_of(90, 8, 30, 1)]
+    out = torch.zeros(send_bytes(tensors), dtype=torch.uint8)
+    for bound in (0.1, 0.01, 0.1, 0.03):
+        there = torch.tensor(bound, dtype=torch.float64) if bound == 0.03 else bound
+        options = [VectorOptions(there), VectorOptions(bound / 2)]
+        offsets, sizes = kernels.encode_vectors(tensors, options, out)
+        for t, limit, at, n in zip(
+            tensors, (bound, bound / 2), offsets.tolist(), sizes.tolist(), strict=False
+        ):
+            assert torch.equal(out[at : at + n], expected(BoundedVectorCodec(limit), t))
+    assert len(made) == 2, "one of numbers, one of a bound on the device"
+    with pytest.raises(bitslab.ArgumentTypeError, match="the plan is of"):
+        kernels.encode_vectors([tensors[0], tensors[1].int()], options, out)
+
+
+def test_plans_that_kernels_keep_are_bounded():
+    plans, t = VectorPlans(), torch.zeros(200, 2)
+    kept = [plans.decoding([t[: n + 1]], [True], None) for n in range(3 * MOST_PLANS)]
+    assert [plan.shapes[0][0] for plan in kept] == [n + 1 for n in range(3 * MOST_PLANS)]
+    assert len(plans) <= MOST_PLANS
+    assert plans.decoding([t[:7]], [True], None) is plans.decoding([t[:7]], [True], None)
+    assert plans.decoding([t[:7]], [False], None) is not plans.decoding([t[:7]], [True], None)
 
 
 def test_rows_with_outliers_are_no_references():

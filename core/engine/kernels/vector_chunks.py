@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,8 @@ MOST_DECODED, MOST_ENCODED = 1 << 32, 1 << 30
 ONLY_BYTES = 256
 #: Parts of a tensor whose ranges are found apart, at the most.
 RANGE_PARTS = 64
+#: Plans that kernels keep.
+MOST_PLANS = 64
 #: Chunks of a call at the most: rows of a grid.
 MOST_CHUNKS = 65535
 
@@ -70,7 +73,7 @@ FIELDS = (
     "symbols",
     "slots",
 )
-_SCRATCH_AT = FIELDS.index("state")
+_BOUND_AT, _SCRATCH_AT = FIELDS.index("bound"), FIELDS.index("state")
 
 #: Kernels by the file of their text.
 VECTOR_KERNELS: dict[str, tuple[str, ...]] = {
@@ -146,19 +149,19 @@ class VectorOptions:
     window: int | None = None
     references: bool = True
 
-    @property
+    @cached_property
     def bounded(self) -> bool:
         """Whether there is a bound; one on a device may be 0."""
         return isinstance(self.bound, torch.Tensor) or self.bound > 0
 
-    @property
+    @cached_property
     def bound_bits(self) -> int:
         """The bits of the bound as int64, or its address."""
         if isinstance(self.bound, torch.Tensor):
             return self.bound.data_ptr()
         return int(np.float64(self.bound).view(np.int64))
 
-    @property
+    @cached_property
     def flags(self) -> int:
         """What a chunk says of them."""
         found = BOUNDED if self.bounded else 0
@@ -288,7 +291,7 @@ class VectorPlan:
         found[:, 5] = flags | (COMPLEX if dtype.is_complex else 0)
         found[:, 5] |= FRAMED if form is not None else 0
         found[:, 6] = form or 0
-        found[:, 7] = bounds
+        found[:, _BOUND_AT] = bounds
         sizes = -(-np.stack(scratch, 1) // 16) * 16
         ends = np.cumsum(sizes.reshape(-1))
         found[:, _SCRATCH_AT:] = (ends - sizes.reshape(-1)).reshape(sizes.shape)
@@ -302,6 +305,14 @@ class VectorPlan:
             bool((flags & BOUNDED).any()),
             bool((flags & REFERENCES).any()),
         )
+
+    def with_bounds(self, options: Sequence[VectorOptions]) -> VectorPlan:
+        """Return the plan of the same tensors with bounds of other values."""
+        if not self.bounded:
+            return self
+        numbers = self.numbers.copy()
+        numbers[:, _BOUND_AT] = [each.bound_bits for each in options]
+        return replace(self, numbers=numbers)
 
     def addressed(
         self,
@@ -340,6 +351,50 @@ class VectorPlan:
         found[:, 2] = [t.data_ptr() for t in values]
         found[:, _SCRATCH_AT:] += scratch.data_ptr()
         return found
+
+
+class VectorPlans:
+    """Plans of calls without one, as calls repeat: at most `MOST_PLANS`, else all go.
+
+    What differs between calls of one plan is checked in each: see `VectorPlan.addressed`.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[object, ...], VectorPlan] = {}
+
+    def __len__(self) -> int:
+        """Return the number of plans."""
+        return len(self._kept)
+
+    def encoding(
+        self, values: Sequence[torch.Tensor], options: Sequence[VectorOptions]
+    ) -> VectorPlan:
+        """Return what `VectorPlan.encoding` does."""
+        dtype = values[0].dtype if values else torch.uint8
+        shapes = [t.shape for t in values]
+        key = (dtype, *shapes, *[each.flags for each in options])
+        found = self._kept.get(key)
+        if found is None:
+            found = self._keep(key, VectorPlan.encoding(shapes, dtype, options))
+        return found.with_bounds(options)
+
+    def decoding(
+        self, outs: Sequence[torch.Tensor], bounded: Sequence[bool], form: int | None
+    ) -> VectorPlan:
+        """Return what `VectorPlan.decoding` does."""
+        dtype = outs[0].dtype if outs else torch.uint8
+        shapes = [t.shape for t in outs]
+        key = (dtype, form, *shapes, *bounded)
+        found = self._kept.get(key)
+        if found is None:
+            found = self._keep(key, VectorPlan.decoding(shapes, dtype, bounded, form))
+        return found
+
+    def _keep(self, key: tuple[object, ...], made: VectorPlan) -> VectorPlan:
+        if len(self._kept) >= MOST_PLANS:
+            self._kept.clear()
+        self._kept[key] = made
+        return made
 
 
 def _counts(
@@ -411,4 +466,9 @@ def uploaded_chunks(numbers: Array, device: torch.device) -> torch.Tensor:
 
 def send_bytes(values: Sequence[torch.Tensor]) -> int:
     """Return the most bytes that the bodies of tensors take in one buffer."""
-    return sum(aligned(raw_body_bytes(t.nbytes)) for t in values)
+    return sum(map(_room_for, [t.nbytes for t in values]))
+
+
+@lru_cache(1024)
+def _room_for(n_bytes: int) -> int:
+    return aligned(raw_body_bytes(n_bytes))

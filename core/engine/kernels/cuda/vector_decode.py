@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from ..format import ceil_div
-from ..vector_chunks import ONLY_BYTES, VectorPlan, uploaded_chunks
+from ..vector_chunks import ONLY_BYTES, VectorPlan, VectorPlans, uploaded_chunks
 from ..vector_format import PIECE_CODES
 from .chunk_parameters import DescribesChunks, OfChunks
 from .parameters import Address
@@ -78,6 +78,7 @@ class VectorDecodeKernels:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self._plans = VectorPlans()
         self._launches: dict[tuple[int, int], list[Launch]] = {}
 
     def decode_vectors(
@@ -116,8 +117,7 @@ class VectorDecodeKernels:
         """
         plan = bounded
         if not isinstance(plan, VectorPlan):
-            dtype = outs[0].dtype if outs else torch.uint8
-            plan = VectorPlan.decoding([t.shape for t in outs], dtype, plan, form)
+            plan = self._plans.decoding(outs, plan, form)
         device, count = outs[0].device, len(plan)
         # The chunk of a call that has one is no copy from the host, which would be no part of a
         # captured graph that outlives its memory.

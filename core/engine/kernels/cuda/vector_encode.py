@@ -13,6 +13,7 @@ from ..vector_chunks import (
     RANGE_PARTS,
     VectorOptions,
     VectorPlan,
+    VectorPlans,
     uploaded_chunks,
 )
 from ..vector_format import PIECE_CODES
@@ -103,6 +104,7 @@ class VectorEncodeKernels:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self._plans = VectorPlans()
         self._launches: dict[tuple[int, int], list[Launch]] = {}
 
     def encode_vectors(
@@ -145,8 +147,7 @@ class VectorEncodeKernels:
         offsets = torch.empty(len(values) + 1, dtype=torch.int64, device=device)
         sizes = torch.empty(len(values), dtype=torch.int64, device=device)
         if not isinstance(options, VectorPlan):
-            dtype = values[0].dtype if values else torch.uint8
-            options = VectorPlan.encoding([t.shape for t in values], dtype, options)
+            options = self._plans.encoding(values, options)
         self._encode(values, options, [out] * len(values), (out, offsets, sizes), sm_budget)
         return offsets, sizes
 

@@ -1,0 +1,200 @@
+"""Whether ranks know the same of the messages between them, and what they say where they do not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from .faults import ExchangeError, Faults
+from .pairs import TERMS
+from .wire import DTYPES, FAILED, MOST_TERMS, TableTerms, Terms, descriptor, read_descriptor
+
+
+class TableSizes(NamedTuple):
+    """What the sizes of a table's rows in an exchange are: by rank those sent and received."""
+
+    name: str
+    dtype: torch.dtype
+    row_elements: int
+    send_rows: tuple[int, ...]
+    receive_rows: tuple[int, ...]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row."""
+        return self.row_elements * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What ranks do not know alike.
+
+    Parameters
+    ----------
+    reasons : list of str
+        With which rank, and what.
+    known_to_all : bool
+        Whether all other ranks know that ranks disagree.
+    most_pieces : int
+        Of a rank that differs: so many times all cross something, before they raise.
+    """
+
+    reasons: list[str]
+    known_to_all: bool
+    most_pieces: int
+
+    def error(self, rank: int, faults: Faults) -> ExchangeError:
+        """Note that this rank disagrees with others; return the error to raise."""
+        said = "; ".join(self.reasons)
+        reason = f"sizes stage: rank {rank} of the group disagrees with {said}"
+        faults.failed(reason, known_to_all=self.known_to_all)
+        return ExchangeError(reason)
+
+
+class Agreement:
+    """What a rank knows of the rows between it and each other one, and whether they know the same.
+
+    It depends on sizes alone, and serves any number of exchanges.
+
+    Parameters
+    ----------
+    tables : sequence of TableSizes
+        Of the exchange.
+    rank, size : int
+        Of the group.
+    pieces, numbers : int
+        Pieces of a message, and numbers that follow each descriptor.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TableSizes],
+        rank: int,
+        size: int,
+        *,
+        pieces: int = 1,
+        numbers: int = 0,
+    ) -> None:
+        self._tables, self._rank, self._size = tables, rank, size
+        self._pieces, self._numbers = pieces, numbers
+        self._terms = [self._terms_with(other) for other in range(size)]
+        self._checks = [terms.check() for terms in self._terms]
+        self._own_fit = all(t.send_rows[rank] == t.receive_rows[rank] for t in tables)
+
+    def descriptors(self, sizes: Sequence[int]) -> list[int]:
+        """Return the descriptors of messages of so many bytes for each rank."""
+        return [descriptor(check, n) for check, n in zip(self._checks, sizes, strict=True)]
+
+    def sizes_of(self, descriptors: Sequence[int], faults: Faults) -> tuple[list[int], list[int]]:
+        """Return checks and sizes of what comes.
+
+        Raises
+        ------
+        ExchangeError
+            When a rank says that it failed.
+        """
+        checks, sizes = zip(*map(read_descriptor, descriptors), strict=True)
+        failed = [rank for rank, n in enumerate(sizes) if n == FAILED]
+        if failed:
+            reason = (
+                f"sizes stage: this or an earlier exchange failed on {_ranks(failed)} of the group"
+            )
+            faults.failed(reason, known_to_all=True)
+            raise ExchangeError(reason)
+        return list(checks), list(sizes)
+
+    def difference(
+        self, checks: Sequence[int], group: dist.ProcessGroup, device: torch.device
+    ) -> Difference | None:
+        """Return what differs, None where all others know the same, and this rank of its own rows.
+
+        Ranks of a pair that differs find it alike, and send each other their terms: all call it
+        behind the first piece of an exchange.
+
+        Parameters
+        ----------
+        checks : sequence of int
+            By rank, of its descriptor; that of this rank is not looked at.
+        group, device
+            Where the terms cross.
+        """
+        others = [rank for rank in range(self._size) if rank != self._rank]
+        wrong = [rank for rank in others if checks[rank] != self._checks[rank]]
+        if self._own_fit and not wrong:
+            return None
+        said, most_pieces, known_to_all = [], self._pieces, wrong == others
+        for rank in wrong:
+            terms = self._terms[rank]
+            other = dist.get_global_rank(group, rank)
+            try:
+                ours, first = terms.numbers(), self._rank < rank
+                theirs = _swapped(ours, other, group, device, first=first)
+            except RuntimeError as error:
+                said.append(f"rank {rank}: other rows, dtype or version ({error})")
+                continue
+            names = [table.name for table in self._tables]
+            said.append(f"rank {rank}: {terms.disagreement(theirs, names)}")
+            most_pieces = max(most_pieces, terms.pieces_of(theirs))
+            known_to_all = known_to_all or terms.differ_but_in_rows(theirs)
+        for table in self._tables:
+            sent, expected = table.send_rows[self._rank], table.receive_rows[self._rank]
+            if sent != expected:
+                of = f"table {table.name}: " if table.name else ""
+                said.append(
+                    f"rank {self._rank}: {of}{sent} rows sent, {expected} are expected here"
+                )
+        return Difference(said, known_to_all, most_pieces)
+
+    def _terms_with(self, other: int) -> Terms:
+        return Terms(
+            [
+                TableTerms(
+                    DTYPES.index(table.dtype),
+                    table.row_elements,
+                    table.send_rows[other],
+                    table.receive_rows[other],
+                )
+                for table in self._tables
+            ],
+            lower=self._rank <= other,
+            pieces=self._pieces,
+            numbers_beside=self._numbers,
+        )
+
+
+def _swapped(
+    ours: Sequence[int],
+    other: int,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    *,
+    first: bool,
+) -> list[int]:
+    """Exchange numbers with a rank, as many as each has; the `first` one sends first."""
+
+    def send() -> None:
+        for given in ([len(ours)], ours):
+            numbers = torch.tensor(given, dtype=torch.int64, device=device)
+            dist.send(numbers, other, group=group, tag=TERMS)
+
+    def receive() -> list[int]:
+        count = torch.empty(1, dtype=torch.int64, device=device)
+        dist.recv(count, other, group=group, tag=TERMS)
+        found = torch.empty(min(MOST_TERMS, int(count)), dtype=torch.int64, device=device)
+        dist.recv(found, other, group=group, tag=TERMS)
+        return list(map(int, found.tolist()))
+
+    if first:
+        send()
+        return receive()
+    theirs = receive()
+    send()
+    return theirs
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
