@@ -19,7 +19,11 @@ from bitslab.engine.kernels.cpu.packed_linear import multiply_packed
 from bitslab.engine.kernels.cuda.packed_linear import PackedLinearKernels
 from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, NO_ERROR
 from bitslab.engine.kernels.format import RowStorage
-from bitslab.engine.kernels.packed_products import MAX_INPUT_ROWS, is_multiplied_packed
+from bitslab.engine.kernels.packed_products import (
+    LINEAR_SHAPES,
+    MAX_INPUT_ROWS,
+    is_multiplied_packed,
+)
 from bitslab.engine.kernels.row_kernels import LayoutKernels
 from tests.simt.module import guarded
 from tests.simt.runner import SimtRunner
@@ -134,6 +138,25 @@ def test_nothing_in_front_of_the_words_is_read(raw):
     out = torch.empty(2, 20, dtype=torch.bfloat16)
     linear("kernel", storage, layout, facts)[0](x, None, out)
     check(out, x, weight)
+
+
+@pytest.mark.parametrize("shared_kib", [60, 228], ids=["x-where-it-is", "x-staged"])
+@pytest.mark.parametrize("x_rows", [1, 4, 8, 16])
+def test_blocks_take_sets_of_rows_in_turn_and_warps_share_columns(x_rows, shared_kib):
+    n_rows, depth = 420, 2080
+    weight, x = weight_of(n_rows, depth, x_rows, raw=0.01), inputs(x_rows, depth)
+    stored = packed(weight, weight_of(64, depth, 1))
+    multiply, runner = linear("kernel", *stored, seed=x_rows, shared_bytes=shared_kib << 10)
+    out = guarded(torch.full((x_rows, n_rows), float("nan"), dtype=torch.bfloat16))
+    multiply(guarded(x), None, out)
+    check(out, x, weight)
+    again = torch.empty_like(out)
+    multiply(guarded(x), None, again)
+    assert torch.equal(out, again) and runner.mailbox[0] == NO_ERROR
+    assert runner.launched[0][1] == "index_exceptions"  # once, not at each product
+    assert [name for _, name in runner.launched[1:]] == ["multiply_packed"] * 2
+    shape = next(s for s in LINEAR_SHAPES if x_rows <= s.x_rows)
+    assert runner.grids[1] == (shape.blocks * runner.multiprocessors,)
 
 
 @pytest.mark.parametrize("x_rows", [1, 16])

@@ -11,9 +11,12 @@ from .format import GROUP_CHUNKS, RowLayout
 
 #: The most rows of input that are multiplied while the weight is decoded.
 MAX_INPUT_ROWS = 16
-#: Warps whose counts of a row are loaded at once: more are not of one block.
-COUNTED_WARPS = 8
-STEP_COLUMNS = 128  # of a weight, that a warp multiplies at once
+#: Columns of a row that one entry of the index of its exceptions is for.
+CHUNK_COLUMNS = 1024
+#: The most words of a packed weight: kernels count them in 32 bits.
+MAX_WORDS = (1 << 32) - 1
+#: Words of a step of 2048 values in shared memory, and of a chunk's exceptions of a row.
+STAGE_WORDS, SLOT_WORDS = 2 * 368, 20
 
 
 class PackedLinear(Protocol):
@@ -35,50 +38,47 @@ class PackedLinear(Protocol):
 
 
 class LinearShape:
-    """What a block takes of a weight at once, for up to 8 or up to 16 rows of input.
+    """What a warp takes of a weight at once, for up to so many rows of input.
 
     Parameters
     ----------
     x_rows : int
-        8 or 16.
+        Rows of input, at the most.
+    segments : int
+        Pieces of a row of the weight that a warp multiplies at once.
 
     Attributes
     ----------
     rows : int
-        Rows of the weight.
-    max_warps, blocks : int
-        Warps of a block at the most, and blocks of so many for which there are registers.
-    slot_words, stage_words : int
-        Words of a row, and of all rows, in a stage of a warp. Slots of neighbouring rows begin four
-        words apart among eight, so that lanes of a warp mostly read from banks of their own.
+        Rows of the weight, of a warp.
+    warps, blocks : int
+        Warps of a block, and blocks of a multiprocessor.
+    warp_words, shared_bytes : int
+        Shared memory of a warp, and of a block: stages, and exceptions of chunks under way.
     """
 
-    def __init__(self, x_rows: int) -> None:
+    #: Steps that are copied at once.
+    depth = 2
+
+    def __init__(self, x_rows: int, segments: int) -> None:
         self.x_rows = x_rows
-        # With more rows of input each of them is read for twice as many rows of the weight.
-        self.row_tiles = x_rows // 8
-        # Sums and operands of twice as many rows take more registers than 16 warps have.
-        self.max_warps, self.blocks = (8, 2) if self.row_tiles == 1 else (4, 3)
-        self.rows = 16 * self.row_tiles
-        columns = STEP_COLUMNS * (2 // self.row_tiles)
-        # Of 16 bytes; one more, because rows begin at any word.
-        self.payload_pieces = columns // 16 + 1
-        self.code_pieces = columns * 3 // 128 + 1
-        self.slot_words = 4 * ((self.payload_pieces + self.code_pieces) | 1)
-        self.stage_words = self.rows * self.slot_words
+        self.segments = segments
+        # With pieces of more rows a step takes more registers than 16 warps have.
+        self.warps, self.blocks = (8, 2) if segments > 1 else (4, 3)
+        self.rows = 16 // segments  # a matrix instruction takes 16
+        chunks = (self.depth - 2) // (self.rows // 2) + 2
+        self.warp_words = self.depth * STAGE_WORDS + chunks * self.rows * SLOT_WORDS
+        self.shared_bytes = 4 * self.warps * self.warp_words
 
     def settings(self) -> tuple[tuple[str, int], ...]:
         """Return the preprocessor's definitions."""
         return (
             ("X_ROWS", self.x_rows),
-            ("ROW_TILES", self.row_tiles),
-            ("PAYLOAD_PIECES", self.payload_pieces),
-            ("CODE_PIECES", self.code_pieces),
-            ("SLOT_WORDS", self.slot_words),
-            ("STAGE_WORDS", self.stage_words),
-            ("COUNTED_WARPS", COUNTED_WARPS),
-            ("MAX_WARPS", self.max_warps),
+            ("SEGMENTS", self.segments),
+            ("WARPS", self.warps),
             ("MIN_BLOCKS", self.blocks),
+            ("DEPTH", self.depth),
+            ("SHARED_WORDS", self.warp_words),
             ("KIND", 0),  # bfloat16, as floats.cuh counts dtypes
             ("CHUNK_BYTES", 2),
             ("LEVELS", 4),
@@ -86,8 +86,8 @@ class LinearShape:
         )
 
 
-#: For up to 8 and up to 16 rows of input.
-LINEAR_SHAPES = (LinearShape(8), LinearShape(16))
+#: By rows of input.
+LINEAR_SHAPES = (LinearShape(1, 8), LinearShape(4, 2), LinearShape(8, 1), LinearShape(16, 1))
 
 
 def is_multiplied_packed(layout: RowLayout, dtype: torch.dtype) -> bool:

@@ -25,7 +25,7 @@ from .format import (
     bases_of_rows,
     words_of_rows,
 )
-from .packed_products import PackedLinear, is_multiplied_packed
+from .packed_products import MAX_WORDS, PackedLinear, is_multiplied_packed
 from .rewriting import MAX_REWRITTEN_ROW_BYTES, LeavingRows, OverflowPlaces
 from .typed_products import PackedRows
 
@@ -433,7 +433,7 @@ class LayoutKernels(RowKernels):
         self, storage: RowStorage, dtype: torch.dtype, facts: Mapping[str, int]
     ) -> PackedLinear | None:
         """See `kernels.cpu.prepare_linear`."""
-        if not is_multiplied_packed(self.layout, dtype):
+        if not is_multiplied_packed(self.layout, dtype) or storage.words.numel() > MAX_WORDS:
             return None
         linear: PackedLinear = self._kernels.prepare_linear(storage, self.layout, facts)
         return linear

@@ -89,6 +89,7 @@ TWINS: dict[str, Any] = {
     "gather_rows": cpu.gather_rows,
     "gather_short_rows": cpu.gather_rows,
     "give_slots": slots.give_slots,
+    "index_exceptions": packed_linear.multiply_packed,
     "insert_ids": cpu.map_insert,
     "join_rows": join.join_rows,
     "keep_slots": slots.keep_slots,

@@ -5,50 +5,61 @@
 //
 // What bounds it on an H200, for codes of 3 bits and 2.5 % exceptions:
 // - bytes: 1.4 a weight. At 4.2 TB/s 3.0 weights a ns; plain bfloat16 at the same rate are 2.1.
-// - instructions, counted in the machine code of a whole round (sm_90, CUDA 13.0): 8.2 a weight with up to
-//   8 rows of x, 9.6 with up to 16, of which 5.0 and 5.6 are for the integer units, whose rate is 64 a
-//   clock and multiprocessor: at 1.75 GHz 3.0 and 2.6 weights a ns. Groups of 32 with more than four
-//   exceptions, which one warp in 23 meets, add 0.2.
-// Either lies above the rate of plain bfloat16. These are counts: it was not timed yet.
+// - instructions, counted in the machine code of a whole step (sm_90, CUDA 13.0): 8.3 a weight with one row of
+//   x, 8.7 with 16, of which 4.6 are for the integer units, whose rate is 64 a clock and multiprocessor: at
+//   1.75 GHz 3.2 weights a ns.
+// These are counts: this form was not timed yet. One before it, whose warps waited for each other in each round
+// of 256 columns and began each block of rows anew, took 1.4 to 1.6 times as long as cuBLAS.
 //
-// A block takes ROWS rows of W. Its warps share the columns: in each round a warp takes STEPS of 128,
-// whose payload and codes it copied to its stage one round before. A lane takes 32 neighbouring
-// columns, a whole group of codes, of rows g and g + 8 of each 16: lane 4 g + t, groups t of each step.
-// Products sum over all columns, so any lane's columns may stand at any k of the matrix instruction,
-// as long as x stands there too. Where a row's exceptions begin for a lane is known once all warps
-// have counted theirs: one barrier a round.
+// Warps need nothing of each other on the way: an index that is made once, of 4 bytes for each chunk of
+// 1024 columns, says where a row begins and how many exceptions come before the chunk. A warp takes ROWS rows
+// of W and some chunks of them, step after step of 2048 values, which it copied DEPTH steps before, across
+// rows. A lane takes 32 neighbouring columns, a whole group of codes, of two rows: one of each set.
+//
+// Of the 16 rows of the matrix instruction SEGMENTS are of one row of W, 128 neighbouring columns of it each;
+// of its 8 columns so many are of one row of x. x of segment i times W of segment j is a sum where i = j, and
+// is dropped elsewhere. So the fewer rows x has, the longer the pieces of fewer rows of W that a warp reads.
 #include "async_copy.cuh"
 #include "bits.cuh"
 #include "exact.cuh"
 #include "floats.cuh"
 #include "mailbox.cuh"
 #include "matrix.cuh"
+#include "shared_place.cuh"
 
-#define ROWS (16 * ROW_TILES)
-#define STEPS (2 / ROW_TILES)  // of 128 columns, in a round of a warp
-#define STEP_GROUPS 4
-#define COLUMN_TILES (X_ROWS / 8)
-#define SETS (2 * ROW_TILES)  // rows of a lane
-#define PIECES (PAYLOAD_PIECES + CODE_PIECES)
-#define CODES_AT (4 * PAYLOAD_PIECES)
-static_assert(COUNTED_WARPS == 8 && MAX_WARPS <= 8, "four lanes add the counts of a row");
+#define SET_ROWS (8 / SEGMENTS)
+#define ROWS (2 * SET_ROWS)  // of W, of a warp
+#define STEPS SET_ROWS       // of a chunk
+#define ROW_LANES (4 * SEGMENTS)
+#define COPY_LANES (ROW_LANES / 2)  // that know of the same row when it is copied
+#define X_TILES (X_ROWS * SEGMENTS / 8)
+#define CHAINS (X_TILES == 1 ? 2 : 1)  // of sums, as an instruction waits for the one before
+#define CHUNK_GROUPS 32
+// A stage, of each set: payload, its pieces of 16 bytes in two halves, such that lanes read from banks of
+// their own; codes.
+#define HALF_WORDS 144
+#define CODES_AT (HALF_WORDS + 128)
+#define SET_BYTES (4 * (CODES_AT + 96))
+#define STAGE_BYTES (2 * SET_BYTES)
+// Of a chunk of a row: what the warp knows of it, and its first exceptions.
+#define HEADER_BYTES 16
+#define STAGED_WORDS 16
+#define SLOT_BYTES (HEADER_BYTES + 4 * STAGED_WORDS)
+#define SLOTS ((DEPTH - 2) / STEPS + 2)
+#define WARP_BYTES (DEPTH * STAGE_BYTES + SLOTS * ROWS * SLOT_BYTES)
+static_assert(4 * SHARED_WORDS == WARP_BYTES, "as the launcher counts them");
 
-enum { NO_ROW, RAW, PACKED };
-enum { NOTHING = -0x40000000 };  // an end that no word is before
-
-// What the lanes of a row know of it.
-struct Row {
-  int at, kind;          // its first word, from `lines` on
-  int available, used;   // bytes of exceptions: in all, and before this round
-};
+enum { PACKED, RAW, NO_ROW };
+#define NO_PLACE FULL
 
 struct Args {
-  const u32* lines;  // a multiple of 16 bytes
-  const unsigned short* x;
-  i64 x_stride;
-  u32 low, high;     // of each code the exponent, rotated right by one bit
-  int groups;        // of 32 columns
-  int code_at, exception_at, exception_words, x_rows;
+  const u32* words;
+  const u32* index;  // [n_rows, chunks]: the row's first word, then exceptions before each other chunk
+  const void* lengths;
+  i64 n_words, n_rows;
+  i64* mailbox;
+  int length_bytes, row_words, groups, chunks, first_chunk, end_chunk, tasks, split_bits;
+  int lane;
 };
 
 // Exponents one bit to the right, the last bit first: so halves of two bytes need no shift.
@@ -66,22 +77,34 @@ __device__ __forceinline__ u32 select_bits(u32 mask, u32 a, u32 b) {
   return c;
 #endif
 }
-// Copy 16 bytes that many bytes behind two addresses, which instructions hold beside the registers.
-template <int TO, int FROM> __device__ __forceinline__ void copy_16_behind(void* to, const void* from) {
-#ifdef SIMT_HOST
-  copy_async_16((u8*)to + TO, (const u8*)from + FROM);
-#else
-  const u32 place = (u32)__cvta_generic_to_shared(to);
-  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %3], 16;\n" ::"r"(place), "l"(from), "n"(TO), "n"(FROM)
-               : "memory");
-#endif
-}
 // Eight codes of three bits as nibbles, the selectors of byte_perm. Bits that are too many on the way are
 // left where the next step does not look.
 __device__ __forceinline__ u32 nibbles_of(u32 codes) {
   codes = select_bits(0x0000ffff, codes, codes << 4);
   codes = select_bits(0x00ff00ff, codes, codes << 2);
   return (codes & 0x07070707) | (codes << 1 & 0x70707070);
+}
+// Bytes of two words by nibbles that are at most 7, or of which the result is not used.
+__device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
+#ifdef SIMT_HOST
+  return __byte_perm(a, b, selector);
+#else
+  u32 c;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(c) : "r"(a), "r"(b), "r"(selector));
+  return c;
+#endif
+}
+// The sum over this lane and those before it, of the lanes of a row.
+__device__ __forceinline__ int scan_row(int v, int lane_of_row) {
+#ifdef SIMT_HOST
+  return inclusive_scan<ROW_LANES>(v, lane_of_row);
+#else
+#pragma unroll
+  for (int d = 1; d < ROW_LANES; d <<= 1)
+    asm volatile("{ .reg .pred p; .reg .s32 t; shfl.sync.up.b32 t|p, %0, %1, %2, -1; @p add.s32 %0, %0, t; }"
+                 : "+r"(v) : "r"(d), "n"((32 - ROW_LANES) << 8));
+  return v;
+#endif
 }
 // 1 in each nibble that is 0.
 __device__ __forceinline__ u32 missed_of(u32 nibbles) { return ~(nibbles + 0x77777777u) >> 3 & 0x11111111u; }
@@ -94,344 +117,478 @@ __device__ __forceinline__ int count_missed(const u32 (&w)[3]) {
   return 32 - __popc((a & 0x49249249u) | (b & 0x92492492u) | (c & 0x24924924u));
 }
 
-// Copy the pieces of a row that fall to this lane, from number I of them on.
-template <bool WHOLE, int I>
-__device__ __forceinline__ void fetch_pieces(const Args& a, u32* to, int payload, int code, int payload_end,
-                                             int code_end) {
-  const int p = 8 * I + (threadIdx.x & 7);
-  const bool of_codes = 8 * I + 7 >= PAYLOAD_PIECES && p >= PAYLOAD_PIECES;
-  const int word = of_codes ? code : payload;
-  bool wanted = 8 * I + 7 < PIECES || p < PIECES;
-  if (!WHOLE) wanted &= word + 32 * I < (of_codes ? code_end : payload_end);
-  if (wanted) copy_16_behind<128 * I, 128 * I>(to, a.lines + word);
-  if constexpr (8 * (I + 1) < PIECES) fetch_pieces<WHOLE, I + 1>(a, to, payload, code, payload_end, code_end);
+
+// What a warp copies next: a step of a chunk of a task, which is a set of rows of each warp of a block.
+struct Cursor {
+  int task, chunk, step;
+  place_t slot;
+  u32 at;            // of the lane's row the first word
+  int available;     // its bytes of exceptions, or -kind
+  bool whole;        // whether all rows of the warp are packed
+  u32 start;         // exceptions before the next chunk
+  u32 next_at, next_length, next_start;  // of the lane's row in the next task
+};
+
+// The thread's number, which no register is to hold from its last use on.
+__device__ __forceinline__ int thread_here() {
+#ifdef SIMT_HOST
+  return threadIdx.x;
+#else
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+#endif
 }
 
-// Copy payload and codes of a warp's next columns to its stage, eight lanes a row. Where rounds are
-// WHOLE all pieces are copied: those behind a row's end are of the next, or of what pads the last.
-template <bool WHOLE>
-__device__ __forceinline__ void fetch(const Args& a, u32* stage, const Row (&rows)[SETS], int first_group) {
-  const int lane = threadIdx.x & 31, end_group = min(a.groups, first_group + STEP_GROUPS * STEPS);
-  if (first_group < a.groups) {
+// The row of W that a lane knows of, in a task.
+__device__ __forceinline__ i64 row_of(const Args& a, int task) {
+  const int warp = threadIdx.x >> 5;
+  return ((i64)task * (WARPS >> a.split_bits) + (warp >> a.split_bits)) * ROWS + a.lane / COPY_LANES;
+}
+
+__device__ __forceinline__ void load_row(const Args& a, Cursor& c, int task) {
+  const i64 row = row_of(a, task);
+  c.next_at = NO_PLACE;
+  c.next_length = c.next_start = 0;
+  if (task < a.tasks && row < a.n_rows) {
+    const u32* p = a.index + row * a.chunks;
+    c.next_at = __ldg(p);
+    if (a.first_chunk) c.next_start = __ldg(p + a.first_chunk);
+    c.next_length = load_length(a.lengths, row, a.length_bytes);
+  }
+}
+
+// Begin a task: what was loaded of the lane's row one task before, and load what is known of the next.
+__device__ __forceinline__ void enter_task(const Args& a, Cursor& c) {
+  const i64 row = row_of(a, c.task);
+  const u32 length = c.next_length, exception_at = 11 * a.groups;
+  int kind = NO_ROW;
+  u32 size = 0;
+  if (row < a.n_rows) {
+    if (length == 0) kind = RAW, size = a.row_words;
+    else if (length < (u32)a.row_words && length >= exception_at) kind = PACKED, size = length;
+    if (c.next_at == NO_PLACE || (i64)c.next_at + size > a.n_words) kind = NO_ROW;
+    if (kind == NO_ROW && a.lane % COPY_LANES == 0) report(a.mailbox, ERROR_DAMAGED, row, 0, a.n_rows);
+  }
+  c.at = c.next_at;
+  c.start = c.next_start;
+  c.available = kind == PACKED ? 4 * (int)(length - exception_at) : -kind;
+  c.whole = __all_sync(FULL, kind == PACKED) != 0;
+  load_row(a, c, c.task + gridDim.x);
+}
+
+// Begin a chunk: copy its exceptions, as far as there is room, and load where those of the next one begin.
+__device__ __forceinline__ void enter_chunk(const Args& a, Cursor& c, bool whole) {
+  const int lane = a.lane, start = min((int)c.start, max(c.available, 0));
+  if (lane % COPY_LANES == 0)
+    store_shared_4(c.slot + lane / COPY_LANES * SLOT_BYTES, make_uint4(c.at, start, c.available, whole));
+  const u32 first = c.at + 11 * a.groups + (start >> 2);
+  const int words = (c.available >> 2) - (start >> 2);
 #pragma unroll
-    for (int pass = 0; pass < ROWS / 4; ++pass) {
-      const int place = WHOLE || rows[pass / 2].kind == PACKED ? rows[pass / 2].at : -1;
-      const int at = __shfl_sync(FULL, place, 16 * (pass & 1) + 4 * (lane >> 3)), codes = at + a.code_at;
-      // Words that this lane copies first: of the payload, and, as far behind it in the slot, of codes.
-      const int payload = ((at + 8 * first_group) & ~3) + 4 * (lane & 7);
-      const int code = ((codes + 3 * first_group) & ~3) + 4 * (lane & 7) - 4 * PAYLOAD_PIECES;
-      // Of a row that is not packed nothing is copied: its first word would be that before `lines`.
-      const int payload_end = at < 0 ? NOTHING : at + 8 * end_group;
-      const int code_end = at < 0 ? NOTHING : codes + 3 * end_group;
-      u32* to = stage + (4 * pass + (lane >> 3)) * SLOT_WORDS + 4 * (lane & 7);
-      fetch_pieces<WHOLE, 0>(a, to, payload, code, payload_end, code_end);
+  for (int i = 0; i < ROWS / 2; ++i) {  // a half of the warp a row
+    const int r = 2 * i + (lane >> 4), word = lane & 15;
+    const u32 from = ROWS == 2 ? first : __shfl_sync(FULL, first, r * COPY_LANES);
+    const int n = ROWS == 2 ? words : __shfl_sync(FULL, words, r * COPY_LANES);
+    if (word < n) copy_word(c.slot + r * SLOT_BYTES + HEADER_BYTES + 4 * word, a.words + (from + word));
+  }
+  if (c.chunk + 1 < a.end_chunk && c.available >= 0)
+    c.start = __ldg(a.index + ((u32)row_of(a, c.task) * a.chunks + c.chunk + 1));
+}
+
+// Copy payload and codes of a step; WHOLE: all rows are packed and have all its columns.
+template <bool WHOLE>
+__device__ __forceinline__ void fetch_step(const Args& a, const Cursor& c, place_t stage) {
+  const int lane = a.lane, first_group = CHUNK_GROUPS * c.chunk + ROW_LANES * c.step;
+  const int groups = c.available >= 0 ? max(0, a.groups - first_group) : 0;
+  const u32 payload = 8 * first_group + lane, codes = 8 * a.groups + 3 * first_group;
+  // Word 32 j + lane of a set's payload.
+  const place_t to = stage + 4 * (HALF_WORDS * (lane >> 2 & 1) + 4 * (lane >> 3) + (lane & 3));
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r) {
+    const place_t of_set = to + SET_BYTES * (r / SET_ROWS);
+    const u32 at = __shfl_sync(FULL, c.at, r * COPY_LANES);
+    const int left = WHOLE ? 0 : 8 * __shfl_sync(FULL, groups, r * COPY_LANES);
+    const u32* p = a.words + (at + payload);
+#pragma unroll
+    for (int j = 0; j < SEGMENTS; ++j)
+      if (WHOLE || 32 * j + lane < left) copy_word(of_set + 64 * (r % SET_ROWS * SEGMENTS + j), p + 32 * j);
+  }
+#pragma unroll
+  for (int set = 0; set < 2; ++set) {
+    const u32* p = nullptr;
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+      const int word = 32 * i + lane, r = word / (3 * ROW_LANES), of_row = word - r * (3 * ROW_LANES);
+      const int from = (set * SET_ROWS + r) * COPY_LANES;
+      const int left = WHOLE ? 0 : 3 * __shfl_sync(FULL, groups, from);
+      if (SET_ROWS > 1 || i == 0) p = a.words + (__shfl_sync(FULL, c.at, from) + codes + of_row);
+      const place_t there = stage + SET_BYTES * set + 4 * (CODES_AT + word);
+      if (WHOLE || of_row < left) copy_word(there, SET_ROWS > 1 ? p : p + 32 * i);
+    }
+  }
+}
+
+__device__ __forceinline__ void fetch(const Args& a, Cursor& c, place_t stage, place_t slots) {
+  if (c.task < a.tasks) {
+    if (c.step == 0 && c.chunk == a.first_chunk) enter_task(a, c);
+    const bool whole = c.whole && CHUNK_GROUPS * (c.chunk + 1) <= a.groups;
+    if (c.step == 0) enter_chunk(a, c, whole);
+    if (whole) fetch_step<true>(a, c, stage);
+    else fetch_step<false>(a, c, stage);
+    if (++c.step == STEPS) {
+      c.step = 0;
+      c.slot += ROWS * SLOT_BYTES;
+      if (c.slot == slots + SLOTS * ROWS * SLOT_BYTES) c.slot = slots;
+      if (++c.chunk == a.end_chunk) c.chunk = a.first_chunk, c.task += gridDim.x;
     }
   }
   copy_async_commit();
 }
 
-// A lane's codes of a step, out of a row's slot; those of no row and behind the last column are no 0.
-template <bool WHOLE>
-__device__ __forceinline__ void load_codes(const Args& a, const u32* slot, const Row& row, int first_group, int step,
-                                           u32 (&w)[3]) {
-  const int group = STEP_GROUPS * step + (threadIdx.x & 3);
-  const bool there = WHOLE || (row.kind == PACKED && first_group + group < a.groups);
-  const u32* p = slot + CODES_AT + ((row.at + a.code_at) & 3) + 3 * group;
-#pragma unroll
-  for (int i = 0; i < 3; ++i) w[i] = there ? p[i] : FULL;
+// What a warp knows of a lane's row in a chunk, in shared memory: as enter_chunk has written it.
+struct Row {
+  place_t header;
+  int start;  // bytes of exceptions before the chunk
+
+  __device__ __forceinline__ u32 at() const { return load_shared_1(header); }
+  __device__ __forceinline__ int available() const { return (int)load_shared_1(header + 8); }
+};
+
+// Four bytes of a chunk's exceptions, of those that are staged.
+__device__ __forceinline__ u32 staged_exceptions(const Row& row, int byte) {
+  const place_t p = row.header + HEADER_BYTES + 4 * min(byte >> 2, STAGED_WORDS - 2);
+  return __funnelshift_r(load_shared_1(p), load_shared_1(p + 4), 8 * byte);
+}
+// Exception `index` of a row. Of a damaged row, which asks for more than it has, any byte of it.
+__device__ __forceinline__ u32 exception_at(const Args& a, const Row& row, int index) {
+  index = min(index, row.available());
+  return a.words[row.at() + 11 * a.groups + (index >> 2)] >> 8 * (index & 3) & 255;
 }
 
-// A lane's values of x, 32 columns of each step; behind the last column zeros, since they are multiplied too.
-template <bool WHOLE>
-__device__ __forceinline__ void load_x(const Args& a, const uint4* const (&of_lane)[COLUMN_TILES], int first_group,
-                                       uint4 (&x)[COLUMN_TILES][4 * STEPS]) {
-#pragma unroll
-  for (int n = 0; n < COLUMN_TILES; ++n)
-#pragma unroll
-    for (int i = 0; i < 4 * STEPS; ++i) {
-      const int group = first_group + STEP_GROUPS * (i >> 2);
-      x[n][i] = make_uint4(0, 0, 0, 0);
-      if (WHOLE || group + (int)(threadIdx.x & 3) < a.groups) x[n][i] = __ldg(of_lane[n] + 4 * group + (i & 3));
-    }
-}
-
-// The four bytes from byte `index` of a row's exceptions on. `staged` has all of them where rounds are
-// WHOLE, else the first ones. Of a damaged row, which asks for more than it has, any bytes of it.
-template <bool WHOLE>
-__device__ __forceinline__ u32 exceptions_at(const Args& a, const u32* staged, const Row& row, int index) {
-  const int begin = row.at + a.exception_at, byte = 4 * (begin & 3) + min(index, row.available), word = byte >> 2;
-  const u32* p = staged + word;
-  if (!WHOLE && word + 2 > a.exception_words) p = a.lines + (begin & ~3) + word;
-  return __funnelshift_r(p[0], p[1], 8 * byte);
-}
-
-// Put a group's `n` exceptions, from byte `index` of the row's on, where codes are 0.
-template <bool WHOLE>
-__device__ __forceinline__ void patch(const Args& a, const u32* staged, const Row& row, const u32 (&codes)[4],
-                                      int index, int n, u32 (&exponents)[8]) {
-  u32 bytes = 0;
-  if (WHOLE || n) bytes = rotated_bytes(exceptions_at<WHOLE>(a, staged, row, index));
+// Put a group's `n` exceptions, from byte `index` of the chunk's on, where codes are 0.
+__device__ __forceinline__ void patch(const Args& a, const Row& row, const u32 (&nibbles)[4], int index, int n,
+                                      u32 (&exponents)[8]) {
+  const int byte = (row.start & 3) + index;
+  const u32 bytes = rotated_bytes(staged_exceptions(row, byte));
   // The first four are put in with no branch: nibbles add up how many there were so far, and select the
   // next of `bytes`, which stand behind a word's own four.
   u32 before = 0x33333333u;
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
-    const u32 missed = missed_of(codes[q]), field = missed * 15;
+    const u32 missed = missed_of(nibbles[q]), field = missed * 15;
     const u32 counted = missed * 0x11111111u + before;
-    const u32 selector = (counted & field) | (0x32103210u & ~field);
-    exponents[2 * q] = __byte_perm(exponents[2 * q], bytes, selector);
-    exponents[2 * q + 1] = __byte_perm(exponents[2 * q + 1], bytes, selector >> 16);
+    const u32 selector = select_bits(field, counted, 0x32103210u);
+    exponents[2 * q] = permute(exponents[2 * q], bytes, selector);
+    exponents[2 * q + 1] = permute(exponents[2 * q + 1], bytes, selector >> 16);
     before = (counted >> 28) * 0x11111111u;
   }
-  if (n <= 4) return;
-  // The others, one by one; all of them where there are more than a nibble counts.
-  const bool counts = n <= 12;
+  const bool staged = byte < 4 * (STAGED_WORDS - 1);
+  if (n <= 4 && (staged || n == 0)) return;
+  // The others, one by one; all of them where they are not staged, or more than a nibble counts.
+  const bool counts = staged && n <= 12;
   u32 left[4];
   before = 0x33333333u;
 #pragma unroll
   for (int q = 0; q < 4; ++q) {
-    const u32 missed = missed_of(codes[q]), counted = missed * 0x11111111u + before;
+    const u32 missed = missed_of(nibbles[q]), counted = missed * 0x11111111u + before;
     left[q] = counts ? missed & counted >> 3 : missed;
     before = (counted >> 28) * 0x11111111u;
   }
   if (counts) n -= 4, index += 4;
-  for (; n; --n, ++index) {
-    const u32 byte = rotated_bytes(exceptions_at<WHOLE>(a, staged, row, index)) & 255;
+  for (index += row.start; n > 0; --n, ++index) {
+    const u32 exponent = rotated_bytes(exception_at(a, row, index));
     bool found = false;
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
       const u32 here = left[q], v = __ffs(here) >> 2, mask = 255u << (8 * (v & 3));
       const bool next = here != 0 && !found;
 #pragma unroll
-      for (int h = 0; h < 2; ++h)
-        if (next && v >> 2 == h) exponents[2 * q + h] = (exponents[2 * q + h] & ~mask) | (byte * 0x01010101u & mask);
+      for (int h = 0; h < 2; ++h) {
+        const u32 changed = next && v >> 2 == h ? mask : 0;
+        exponents[2 * q + h] = select_bits(changed, exponent * 0x01010101u, exponents[2 * q + h]);
+      }
       if (next) left[q] = here & (here - 1);
       found |= next;
     }
   }
 }
 
-// Multiply all columns, and return whether a row asked for more exceptions than it has. WHOLE: all rows of
-// the block are packed, their exceptions are staged, and no step ends behind the last column.
-template <bool WHOLE>
-__device__ __forceinline__ bool multiply(const Args& a, Row (&rows)[SETS], u32* stages, const u32* staged,
-                                         unsigned short (*counts)[ROWS][COUNTED_WARPS],
-                                         float (&sums)[ROW_TILES][COLUMN_TILES][4]) {
-  const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-  const int round_groups = STEP_GROUPS * STEPS * warps;
-  // Each lane of a row adds the counts of two warps: of those before this one, in the lower half, and all.
-  const u32 earlier = 2 * t + 1 < warp ? FULL : 2 * t < warp ? 0xffffu : 0;
-  int first_group = warp * STEP_GROUPS * STEPS;
-  fetch<WHOLE>(a, stages, rows, first_group);
-  fetch<WHOLE>(a, stages + STAGE_WORDS, rows, first_group + round_groups);
-  // Lanes of rows that x does not have read the last one: what they compute is not stored.
-  const uint4* x_of_lane[COLUMN_TILES];
+// Where a piece of 16 bytes of x lies in shared memory: piece i of a group's four is swapped with another,
+// such that eight lanes read from banks of their own.
+__device__ __forceinline__ int swapped(int row, int group) {
+  return SEGMENTS == 1 ? 2 * (row & 1) + (group >> 1 & 1) : group >> 1 & 3;
+}
+// A lane's pieces of x, of a group: piece i ^ swap, in shared or in device memory.
+struct Inputs {
+  const uint4* pieces;
+  int swap;
+};
+
+__device__ __forceinline__ void load_x(const Inputs& inputs, int first_group, bool there, u32 (&x)[16]) {
+  const uint4* of_step = inputs.pieces + 4 * first_group;
 #pragma unroll
-  for (int n = 0; n < COLUMN_TILES; ++n)
-    x_of_lane[n] = (const uint4*)(a.x + min(8 * n + g, a.x_rows - 1) * a.x_stride + 32 * t);
-  for (int round = 0; round * round_groups < a.groups; ++round, first_group += round_groups) {
-    const u32* stage = stages + (round & 1) * STAGE_WORDS;
-    const bool active = first_group < a.groups;
-    uint4 x[COLUMN_TILES][4 * STEPS];
-    // x comes while the warp waits and counts.
-    if (active) load_x<WHOLE>(a, x_of_lane, first_group, x);
-    copy_async_wait<1>();
-    __syncwarp();
-    int before[SETS * STEPS] = {}, n_missed[SETS * STEPS] = {};
-#pragma unroll
-    for (int set = 0; set < SETS; ++set) {
-      const int j = 8 * set + g;
-      int total = 0;
-      if (active) {
-        const u32* slot = stage + j * SLOT_WORDS;
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-          const int q = set * STEPS + step;
-          u32 codes[3];
-          load_codes<WHOLE>(a, slot, rows[set], first_group, step, codes);
-          n_missed[q] = count_missed(codes);
-          const int up_to_me = inclusive_scan<4>(n_missed[q], t);
-          before[q] = total + up_to_me - n_missed[q];
-          total += __shfl_sync(FULL, up_to_me, 3, 4);
-        }
-      }
-      if (t == 0) counts[round & 1][j][warp] = (unsigned short)total;
-    }
-    __syncthreads();
-#pragma unroll
-    for (int set = 0; set < SETS; ++set) {
-      const u32 two = *(const u32*)&counts[round & 1][8 * set + g][2 * t], mine = two & earlier;
-      u32 sums_of_warps = (mine & 0xffff) + (mine >> 16) + (two << 16) + (two & 0xffff0000u);
-      sums_of_warps += __shfl_xor_sync(FULL, sums_of_warps, 1);
-      sums_of_warps += __shfl_xor_sync(FULL, sums_of_warps, 2);
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step)
-        before[set * STEPS + step] += rows[set].used + (int)(sums_of_warps & 0xffff);
-      rows[set].used += (int)(sums_of_warps >> 16);
-    }
-    if (active) {
-#pragma unroll
-      for (int tile = 0; tile < ROW_TILES; ++tile)
-#pragma unroll
-        for (int step = 0; step < STEPS; ++step) {
-          u32 exponents[2][8];
-#pragma unroll
-          for (int h = 0; h < 2; ++h) {
-            const int set = 2 * tile + h, q = set * STEPS + step;
-            u32 w[3];
-            load_codes<WHOLE>(a, stage + (8 * set + g) * SLOT_WORDS, rows[set], first_group, step, w);
-            const u32 nibbles[4] = {nibbles_of(w[0]), nibbles_of(__funnelshift_r(w[0], w[1], 24)),
-                                    nibbles_of(__funnelshift_r(w[1], w[2], 16)), nibbles_of(w[2] >> 8)};
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              exponents[h][2 * i] = __byte_perm(a.low, a.high, nibbles[i]);
-              exponents[h][2 * i + 1] = __byte_perm(a.low, a.high, nibbles[i] >> 16);
-            }
-            patch<WHOLE>(a, staged + (8 * set + g) * a.exception_words, rows[set], nibbles, before[q], n_missed[q],
-                  exponents[h]);
-          }
-#pragma unroll
-          for (int k = 0; k < 8; ++k) {
-            u32 of_w[4];
-#pragma unroll
-            for (int h = 0; h < 2; ++h) {
-              const Row& row = rows[2 * tile + h];
-              const int j = 16 * tile + 8 * h + g, group = STEP_GROUPS * step + t;
-              u32 kept = 0;  // sign and mantissa of four values
-              if (WHOLE || (row.kind == PACKED && first_group + group < a.groups))
-                kept = stage[j * SLOT_WORDS + (row.at & 3) + 8 * group + k];
-              const u32 e = exponents[h][k];
-              const u32 upper = select_bits(0x80808080u, kept, e), lower = select_bits(0x80808080u, e, kept);
-              of_w[h] = __byte_perm(lower, upper, 0x5140);
-              of_w[2 + h] = __byte_perm(lower, upper, 0x7362);
-              if (!WHOLE && (row.kind != PACKED || first_group + group >= a.groups)) {
-                of_w[h] = of_w[2 + h] = 0;
-                if (row.kind == RAW && first_group + group < a.groups) {
-                  const u32* raw = a.lines + row.at + 16 * (first_group + group) + 2 * k;
-                  of_w[h] = raw[0];
-                  of_w[2 + h] = raw[1];
-                }
-              }
-            }
-#pragma unroll
-            for (int n = 0; n < COLUMN_TILES; ++n) {
-              const uint4 four = x[n][4 * step + (k >> 1)];
-              const u32 of_x[2] = {k & 1 ? four.z : four.x, k & 1 ? four.w : four.y};
-              multiply_bfloats(sums[tile][n], of_w, of_x);
-            }
-          }
-        }
-    }
-    __syncwarp();  // before the stage is filled again
-    fetch<WHOLE>(a, stages + (round & 1) * STAGE_WORDS, rows, first_group + 2 * round_groups);
+  for (int i = 0; i < 4; ++i) {
+    uint4 four = make_uint4(0, 0, 0, 0);
+    if (there) four = of_step[i ^ inputs.swap];
+    x[4 * i] = four.x;
+    x[4 * i + 1] = four.y;
+    x[4 * i + 2] = four.z;
+    x[4 * i + 3] = four.w;
   }
-  copy_async_wait<0>();
-  bool damaged = false;
-#pragma unroll
-  for (int set = 0; set < SETS; ++set) damaged |= rows[set].kind == PACKED && rows[set].used > rows[set].available;
-  return damaged;
 }
 
-extern "C" __global__ void __launch_bounds__(32 * MAX_WARPS, MIN_BLOCKS)
-    multiply_packed(const u32 *words, i64 n_words, const i64 *__restrict__ bases, const void *__restrict__ lengths,
-                    int length_bytes, const u32 *__restrict__ table, i64 n_rows, int row_words, int groups,
-                    int exception_words, i64 *mailbox, const unsigned short *__restrict__ x, int x_rows, i64 x_stride,
-                    const unsigned short *__restrict__ bias, unsigned short *__restrict__ out, i64 out_stride) {
+// Multiply the columns of a step. `used`: exceptions of the chunk before it, and then with it, of either
+// set in a half. WHOLE: all rows are packed and have all columns of the chunk.
+template <bool WHOLE>
+__device__ __forceinline__ void multiply_step(const Args& a, const Row (&rows)[2], const Inputs (&inputs)[X_TILES],
+                                              u32 low, u32 high, place_t stage, int first_group, u32& used,
+                                              float (&sums)[CHAINS][X_TILES][4]) {
+  const int lane_of_row = a.lane % ROW_LANES;
+  const bool there = WHOLE || first_group + lane_of_row < a.groups;
+  u32 nibbles[2][4];
+  int n[2];
+#pragma unroll
+  for (int set = 0; set < 2; ++set) {
+    const bool packed = WHOLE || (there && rows[set].available() >= 0);
+    u32 c[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i)
+      c[i] = packed ? load_shared_1(stage + SET_BYTES * set + 4 * (CODES_AT + 3 * a.lane + i)) : FULL;
+    nibbles[set][0] = nibbles_of(c[0]);
+    nibbles[set][1] = nibbles_of(__funnelshift_r(c[0], c[1], 24));
+    nibbles[set][2] = nibbles_of(__funnelshift_r(c[1], c[2], 16));
+    nibbles[set][3] = nibbles_of(c[2] >> 8);
+    u32 missed = 0;  // a bit of each nibble for each word
+#pragma unroll
+    for (int q = 0; q < 4; ++q) missed |= missed_of(nibbles[set][q]) << q;
+    n[set] = __popc(missed);
+  }
+  const u32 up_to_me = used + scan_row(n[0] + (n[1] << 16), lane_of_row);
+  used = STEPS > 1 ? __shfl_sync(FULL, up_to_me, ROW_LANES - 1, ROW_LANES) : up_to_me;
+
+  u32 w[2][16];
+#pragma unroll
+  for (int set = 0; set < 2; ++set) {
+    const Row& row = rows[set];
+    const bool packed = WHOLE || (there && row.available() >= 0);
+    const int end = set ? up_to_me >> 16 : up_to_me & 0xffff;
+    u32 exponents[8];
+    const u32 of_low = packed ? low : 0, of_high = packed ? high : 0;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      exponents[2 * q] = permute(of_low, of_high, nibbles[set][q]);
+      exponents[2 * q + 1] = permute(of_low, of_high, nibbles[set][q] >> 16);
+    }
+    patch(a, row, nibbles[set], end - n[set], n[set], exponents);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      uint4 four = make_uint4(0, 0, 0, 0);
+      if (packed) four = load_shared_4(stage + SET_BYTES * set + 4 * (HALF_WORDS * h + 4 * a.lane));
+      const u32 kept[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        const u32 exponent = exponents[4 * h + k];
+        const u32 upper = select_bits(0x80808080u, kept[k], exponent);
+        const u32 lower = select_bits(0x80808080u, exponent, kept[k]);
+        w[set][8 * h + 2 * k] = permute(lower, upper, 0x5140);
+        w[set][8 * h + 2 * k + 1] = permute(lower, upper, 0x7362);
+      }
+    }
+    if (!WHOLE && there && row.available() == -RAW) {
+#pragma unroll
+      for (int i = 0; i < 16; ++i) w[set][i] = a.words[row.at() + 16 * (first_group + lane_of_row) + i];
+    }
+  }
+  if (!WHOLE) __syncwarp();
+#pragma unroll
+  for (int tile = 0; tile < X_TILES; ++tile) {
+    u32 x[16];
+    load_x(inputs[tile], first_group, there, x);
+#pragma unroll
+    for (int k = 0; k < 8; ++k) {
+      const u32 of_w[4] = {w[0][2 * k], w[1][2 * k], w[0][2 * k + 1], w[1][2 * k + 1]};
+      const u32 of_x[2] = {x[2 * k], x[2 * k + 1]};
+      multiply_bfloats(sums[k % CHAINS][tile], of_w, of_x);
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
+    multiply_packed(const u32 *words, i64 n_words, const u32 *__restrict__ index, const void *__restrict__ lengths,
+                    int length_bytes, const u32 *__restrict__ table, i64 n_rows, int row_words, int groups, int tasks,
+                    int split_bits, int x_staged, i64 *mailbox, const unsigned short *__restrict__ x, int x_rows,
+                    i64 x_stride, const unsigned short *__restrict__ bias, unsigned short *__restrict__ out,
+                    i64 out_stride) {
   extern __shared__ __align__(128) u32 shared[];
-  __shared__ __align__(16) unsigned short counts[2][ROWS][COUNTED_WARPS];
-  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
-  // Warps that the block does not have count nothing.
-  for (int i = threadIdx.x; i < 2 * ROWS * COUNTED_WARPS; i += blockDim.x)
-    if (i % COUNTED_WARPS >= warps) (&counts[0][0][0])[i] = 0;
+  __shared__ float parts[WARPS][ROWS * X_ROWS];
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, split = warp & ((1 << split_bits) - 1);
 
   Args a;
-  a.x = x;
-  a.x_stride = x_stride;
-  a.x_rows = x_rows;
+  a.words = words;
+  a.index = index;
+  a.lengths = lengths;
+  a.n_words = n_words;
+  a.n_rows = n_rows;
+  a.mailbox = mailbox;
+  a.length_bytes = length_bytes;
+  a.row_words = row_words;
   a.groups = groups;
-  a.code_at = 8 * groups;
-  a.exception_at = 11 * groups;
-  a.exception_words = exception_words;
-  a.low = a.high = 0;
+  a.chunks = (groups + CHUNK_GROUPS - 1) / CHUNK_GROUPS;
+  a.first_chunk = a.chunks * split >> split_bits;
+  a.end_chunk = a.chunks * (split + 1) >> split_bits;
+  a.tasks = tasks;
+  a.split_bits = split_bits;
+  a.lane = lane;
+
+  const place_t base = place_of(shared), stages = base + warp * WARP_BYTES;
+  const place_t stages_end = stages + DEPTH * STAGE_BYTES, slots = stages_end;
+  const place_t slots_end = slots + SLOTS * ROWS * SLOT_BYTES;
+  uint4* own_x = (uint4*)(shared + WARPS * SHARED_WORDS);
+  Cursor cursor = {(int)blockIdx.x, a.first_chunk, 0, slots};
+  load_row(a, cursor, cursor.task);
+  if (x_staged)
+    for (int i = threadIdx.x; i < x_rows * 4 * groups; i += 32 * WARPS) {
+      const int row = i / (4 * groups), piece = i - row * 4 * groups;
+      copy_async_16(own_x + (i ^ swapped(row, piece >> 2)), (const uint4*)(x + row * x_stride) + piece);
+    }
+  copy_async_commit();
+#pragma unroll 1
+  for (place_t to = stages; to < stages_end; to += STAGE_BYTES) fetch(a, cursor, to, slots);
+
+  Inputs inputs[X_TILES];
+#pragma unroll
+  for (int tile = 0; tile < X_TILES; ++tile) {
+    // Lanes of rows that x does not have read the last one: what they compute is not stored.
+    const int m = min(lane / ROW_LANES + tile * SET_ROWS, x_rows - 1), group = lane % ROW_LANES;
+    inputs[tile].swap = x_staged ? swapped(m, group) : 0;
+    inputs[tile].pieces = x_staged ? own_x + 4 * (m * groups + group) : (const uint4*)(x + m * x_stride) + 4 * group;
+  }
+  u32 low = 0, high = 0;
 #pragma unroll
   for (int j = 1; j < 8; ++j) {
     const u32 exponent = __ldg(table + j) >> 7 & 255;
-    if (j < 4) a.low |= exponent << (8 * j);
-    else a.high |= exponent << (8 * (j - 4));
+    if (j < 4) low |= exponent << (8 * j);
+    else high |= exponent << (8 * (j - 4));
   }
-  a.low = rotated_bytes(a.low);
-  a.high = rotated_bytes(a.high);
+  low = rotated_bytes(low);
+  high = rotated_bytes(high);
+  copy_async_wait<DEPTH>();
+  __syncthreads();  // x is there
 
-  // A lane a row: where the 32 rows lie that share an entry of `bases`, and with it those of the block.
-  const i64 first = (i64)blockIdx.x * ROWS, begin = first & ~(i64)31;
-  const i64 base = bases[first >> 5];
-  int at, kind = NO_ROW, available = 0;
-  {
-    int length = 0, size = 0;
-    if (begin + lane < n_rows) {
-      length = (int)load_length(lengths, begin + lane, length_bytes);
-      kind = length ? PACKED : RAW;
-      if ((u32)length >= (u32)row_words) kind = NO_ROW;  // no packed row is so long
-      else size = length ? length : row_words;
+  place_t stage = stages, slot = slots;
+  for (int task = blockIdx.x; task < tasks; task += gridDim.x) {
+    float sums[CHAINS][X_TILES][4] = {};
+    for (int chunk = a.first_chunk; chunk < a.end_chunk; ++chunk) {
+      Row rows[2];
+      bool whole = false;
+      u32 used = 0;
+#pragma unroll 1
+      for (int step = 0; step < STEPS; ++step) {
+        copy_async_wait<DEPTH - 1>();
+        __syncwarp();
+        if (step == 0) {
+#pragma unroll
+          for (int set = 0; set < 2; ++set) {
+            const place_t header = slot + (lane / ROW_LANES + set * SET_ROWS) * SLOT_BYTES;
+            rows[set] = {header, (int)load_shared_1(header + 4)};
+            whole = load_shared_1(header + 12) != 0;
+          }
+        }
+        const int first_group = CHUNK_GROUPS * chunk + ROW_LANES * step;
+        if (whole) multiply_step<true>(a, rows, inputs, low, high, stage, first_group, used, sums);
+        else multiply_step<false>(a, rows, inputs, low, high, stage, first_group, used, sums);
+        if (step == STEPS - 1) {
+#pragma unroll
+          for (int set = 0; set < 2; ++set) {
+            const int end = rows[set].start + (set ? used >> 16 : used & 0xffff), available = rows[set].available();
+            if (available >= 0 && end > available) report(mailbox, ERROR_DAMAGED, -1, 0, n_rows);
+          }
+        }
+        __syncwarp();  // before the stage is filled again
+        fetch(a, cursor, stage, slots);
+        stage += STAGE_BYTES;
+        if (stage == stages_end) stage = stages;
+      }
+      slot += ROWS * SLOT_BYTES;
+      if (slot == slots_end) slot = slots;
     }
-    at = inclusive_scan(size, lane) - size;
-    if (base < 0 || base > n_words - at - size || (kind == PACKED && length < a.exception_at)) kind = NO_ROW;
-    available = 4 * (length - a.exception_at);
-    const bool mine = begin + lane >= first && begin + lane < min(first + ROWS, n_rows);
-    if (mine && kind == NO_ROW && warp == 0) report(mailbox, ERROR_DAMAGED, begin + lane, 0, n_rows);
-    at += (int)(base & 3);
-  }
-  a.lines = words + (base & ~(i64)3);
-  const int origin = (int)(first - begin);
-  bool whole = groups % (STEP_GROUPS * STEPS) == 0;
-  Row rows[SETS];
-#pragma unroll
-  for (int set = 0; set < SETS; ++set) {
-    const int from = origin + 8 * set + (lane >> 2);
-    rows[set].at = __shfl_sync(FULL, at, from);
-    rows[set].kind = __shfl_sync(FULL, kind, from);
-    rows[set].available = __shfl_sync(FULL, available, from);
-    rows[set].used = 0;
-    const int exception_words_here = (rows[set].available >> 2) + 5;  // with those before and behind them
-    whole &= __all_sync(FULL, rows[set].kind == PACKED && exception_words_here <= exception_words) != 0;
-  }
-  u32* stages = shared + 2 * warp * STAGE_WORDS;
-  u32* staged = shared + 2 * warps * STAGE_WORDS;
-  // Exceptions of the rows, as far as there is room: eight lanes a row, with the first columns.
-  for (int row = 0; row < ROWS; row += 4 * warps) {
-    const int j = row + 4 * warp + (lane >> 3), from = (origin + j) & 31;
-    const int row_at = __shfl_sync(FULL, at, from), bytes = __shfl_sync(FULL, available, from);
-    const int row_kind = __shfl_sync(FULL, kind, from);
-    if (row_kind != PACKED || j >= ROWS) continue;
-    const int line = (row_at + a.exception_at) & ~3, end = row_at + a.exception_at + (bytes >> 2);
-    for (int word = 4 * (lane & 7); word < exception_words && line + word < end; word += 32)
-      copy_async_16(staged + j * exception_words + word, a.lines + line + word);
-  }
 
-  float sums[ROW_TILES][COLUMN_TILES][4] = {};
-  const bool damaged = whole ? multiply<true>(a, rows, stages, staged, counts, sums)
-                             : multiply<false>(a, rows, stages, staged, counts, sums);
-  if (damaged) report(mailbox, ERROR_DAMAGED, -1, 0, n_rows);
-
-  // Sums of the warps, in their order.
-  __syncthreads();
-  float* parts = (float*)shared;
+    // Element (m, n) of the product: row m / SEGMENTS of W, row n / SEGMENTS of x, of equal segments.
+    const int thread = thread_here(), g = thread >> 2 & 7, t = thread & 3;
+    float* part = parts[thread >> 5];
 #pragma unroll
-  for (int tile = 0; tile < ROW_TILES; ++tile)
+    for (int tile = 0; tile < X_TILES; ++tile)
 #pragma unroll
-    for (int n = 0; n < COLUMN_TILES; ++n)
+      for (int set = 0; set < 2; ++set) {
+        float y[2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        parts[(warp * ROWS + 16 * tile + 8 * (i >> 1) + (lane >> 2)) * X_ROWS + 8 * n + 2 * (lane & 3) + (i & 1)] =
-            sums[tile][n][i];
-  __syncthreads();
-  for (int i = threadIdx.x; i < ROWS * x_rows; i += blockDim.x) {
-    const int j = i % ROWS, m = i / ROWS;
-    if (first + j >= n_rows) continue;
-    float y = 0;
-    for (int w = 0; w < warps; ++w) y = add_exact(y, parts[(w * ROWS + j) * X_ROWS + m]);
-    if (bias != nullptr) y = add_exact(y, float_of_brain(bias[first + j]));
-    const bool is_nan = (__float_as_uint(y) & 0x7fffffffu) > 0x7f800000u;
-    out[m * out_stride + first + j] = (unsigned short)(is_nan ? 0x7fffu : brain_bits(y));
+        for (int i = 0; i < 2; ++i) {
+          float sum = sums[0][tile][2 * set + i];
+          if (CHAINS == 2) sum = add_exact(sum, sums[CHAINS - 1][tile][2 * set + i]);
+          y[i] = g % SEGMENTS == (2 * t + i) % SEGMENTS ? sum : 0;
+        }
+#pragma unroll
+        for (int i = 0; i < (SEGMENTS == 1 ? 2 : 1); ++i) {
+          float sum = SEGMENTS == 1 ? y[i] : add_exact(y[0], y[1]);
+#pragma unroll
+          for (int d = 1; d < SEGMENTS / 2; d *= 2) sum = add_exact(sum, __shfl_xor_sync(FULL, sum, d));
+#pragma unroll
+          for (int d = 4; d < 4 * SEGMENTS; d *= 2) sum = add_exact(sum, __shfl_xor_sync(FULL, sum, d));
+          const int r = g / SEGMENTS + set * SET_ROWS, m = (2 * t + i) / SEGMENTS + tile * SET_ROWS;
+          if (g % SEGMENTS == 0 && (SEGMENTS < 4 || t % (SEGMENTS / 2) == 0)) part[r * X_ROWS + m] = sum;
+        }
+      }
+    // Sums of the warps of some rows, in their order.
+    if (split_bits) __syncthreads();
+    else __syncwarp();
+    const int first_warp = thread >> 5 & -(1 << split_bits);
+    const i64 first_row = ((i64)task * (WARPS >> split_bits) + (first_warp >> split_bits)) * ROWS;
+    for (int i = thread - 32 * first_warp; i < ROWS * X_ROWS; i += 32 << split_bits) {
+      const int r = i % ROWS, m = i / ROWS;
+      if (m >= x_rows || first_row + r >= n_rows) continue;
+      float sum = 0;
+      for (int s = 0; s < 1 << split_bits; ++s) sum = add_exact(sum, parts[first_warp + s][r * X_ROWS + m]);
+      if (bias != nullptr) sum = add_exact(sum, float_of_brain(bias[first_row + r]));
+      const bool is_nan = (__float_as_uint(sum) & 0x7fffffffu) > 0x7f800000u;
+      out[m * out_stride + first_row + r] = (unsigned short)(is_nan ? 0x7fffu : brain_bits(sum));
+    }
+    if (split_bits) __syncthreads();
+    else __syncwarp();
   }
+  copy_async_wait<0>();
+}
+
+// Where packed rows lie: of each its first word, and the exceptions before each chunk but the first. A warp
+// a row.
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    index_exceptions(const u32 *words, i64 n_words, const i64 *__restrict__ bases, const void *__restrict__ lengths,
+                     int length_bytes, i64 n_rows, int row_words, int groups, i64 *mailbox, u32 *index) {
+  const int lane = threadIdx.x & 31, chunks = (groups + CHUNK_GROUPS - 1) / CHUNK_GROUPS;
+  const i64 row = (i64)blockIdx.x * WARPS + (threadIdx.x >> 5), begin = row & ~(i64)31;
+  if (row >= n_rows) return;
+  int length = 0, size = 0;
+  if (begin + lane < n_rows) {
+    length = (int)load_length(lengths, begin + lane, length_bytes);
+    if ((u32)length < (u32)row_words) size = length ? length : row_words;  // no packed row is so long
+  }
+  const i64 base = bases[row >> 5];
+  const int from = (int)(row & 31), before = inclusive_scan(size, lane) - size;
+  const i64 at = base + __shfl_sync(FULL, before, from);
+  length = __shfl_sync(FULL, length, from);
+  size = __shfl_sync(FULL, size, from);
+  const bool there = size != 0 && base >= 0 && at <= n_words - size && (length == 0 || length >= 11 * groups);
+  u32 used = 0;
+  for (int chunk = 0; chunk < chunks; ++chunk) {
+    if (lane == 0) index[row * chunks + chunk] = chunk ? used : there ? (u32)at : NO_PLACE;
+    const int group = CHUNK_GROUPS * chunk + lane;
+    int n = 0;
+    if (there && length && group < groups) {
+      const u32* p = words + at + 8 * groups + 3 * group;
+      const u32 codes[3] = {p[0], p[1], p[2]};
+      n = count_missed(codes);
+    }
+    used += __shfl_sync(FULL, inclusive_scan(n, lane), 31);
+  }
+  const bool sound = there && (length == 0 || used <= 4 * (u32)(length - 11 * groups));
+  if (!sound && lane == 0) report(mailbox, ERROR_DAMAGED, row, 0, n_rows);
 }

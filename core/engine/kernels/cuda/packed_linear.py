@@ -8,38 +8,61 @@ from dataclasses import dataclass
 import torch
 
 from ..format import PAD_WORDS, RowLayout, RowStorage, ceil_div
-from ..packed_products import LINEAR_SHAPES, LinearShape, PackedLinear
-from .parameters import Address, Int32, Int64, Parameters
+from ..packed_products import CHUNK_COLUMNS, LINEAR_SHAPES, LinearShape, PackedLinear
+from .parameters import Address, Int32, Int64, Parameters, Value
 from .runner import Launch, Runner
 from .source import packed_linear_variant
-from .tiles import WORDS_ALIGN_BYTES, aligned_to
 
-#: Of a row's exceptions, what a block holds at the most. Those behind are read where they are.
-MAX_EXCEPTION_BYTES = 1 << 10
-#: Of a multiprocessor's shared memory what blocks cannot have: static arrays, the driver's part.
+#: The most bytes of x that a block copies to shared memory; more are read where they are.
+MAX_STAGED_BYTES = 32 << 10
+#: Of a block's part of shared memory what it cannot have: static arrays, the driver's part.
 RESERVED_BYTES = 4 << 10
+#: The share of blocks that are to have a part of a weight, on the average over its time.
+BUSY = 0.9
 
 
 @dataclass(init=False)
-class MultiplyPacked(Parameters):
-    """Parameters of `multiply_packed`.
+class IndexExceptions(Parameters):
+    """Parameters of `index_exceptions`: the tensors of a `RowStorage`, and the index."""
 
-    The tensors of a `RowStorage` and the table of a `RowLayout`; bfloat16 `x` ``[x_rows, K]``,
-    `out` ``[x_rows, N]`` and `bias` ``[N]``, which may be None; strides count elements.
-    """
-
-    kernel = "multiply_packed"
+    kernel = "index_exceptions"
 
     words: Address
     n_words: Int64
     bases: Address
     lengths: Address
     length_bytes: Int32
+    n_rows: Int64
+    row_words: Int32
+    groups: Int32
+    mailbox: Address
+    index: Address
+
+
+@dataclass(init=False)
+class MultiplyPacked(Parameters):
+    """Parameters of `multiply_packed`.
+
+    The tensors of a `RowStorage`, its index and the table of a `RowLayout`; bfloat16 `x`
+    ``[x_rows, K]``, `out` ``[x_rows, N]`` and `bias` ``[N]``, which may be None; strides count
+    elements. `tasks` are sets of rows of the weight that a block takes at once, whose columns
+    ``2 ** split_bits`` warps share.
+    """
+
+    kernel = "multiply_packed"
+
+    words: Address
+    n_words: Int64
+    index: Address
+    lengths: Address
+    length_bytes: Int32
     table: Address
     n_rows: Int64
     row_words: Int32
     groups: Int32
-    exception_words: Int32
+    tasks: Int32
+    split_bits: Int32
+    x_staged: Int32
     mailbox: Address
     x: Address
     x_rows: Int32
@@ -69,41 +92,56 @@ class PackedLinearKernels:
         Parameters
         ----------
         storage : RowStorage
-            The weight, row by row, on the GPU; copied where its words do not lie at 16 bytes.
+            The weight, row by row, on the GPU.
         layout : RowLayout
             What `is_multiplied_packed` accepts.
         facts : mapping of str to int
-            ``max_row_words``: the longest row of `storage`.
+            Not needed here.
 
         Returns
         -------
         PackedLinear
         """
-        words = aligned_to(storage.words, WORDS_ALIGN_BYTES)
+        words = storage.words
         f, n_rows = layout.format, storage.lengths.shape[0]
-        groups = f.chunks // 32
-        exception_words = staged_words(max(0, facts["max_row_words"] - 11 * groups))
+        groups, row_bytes = f.chunks // 32, f.row_bytes
+        weight: dict[str, Value] = {
+            "words": words,
+            "n_words": words.numel() - PAD_WORDS,
+            "lengths": storage.lengths,
+            "length_bytes": storage.lengths.element_size(),
+            "n_rows": n_rows,
+            "row_words": f.row_words,
+            "groups": groups,
+            "mailbox": self._runner.mailbox,
+        }
+        chunks = ceil_div(f.chunks, CHUNK_COLUMNS)
+        index = torch.empty(n_rows, chunks, dtype=torch.int32, device=words.device)
+        if n_rows:
+            shape = LINEAR_SHAPES[0]
+            self._runner.bind(
+                packed_linear_variant(shape), IndexExceptions, 32 * shape.warps,
+                **weight, bases=storage.bases, index=index,
+            )(ceil_div(n_rows, shape.warps))  # fmt: skip
         launches: list[tuple[int, int, Launch]] = []
         for shape in LINEAR_SHAPES:
-            warps = self._warps(shape, exception_words)
+            splits = self._splits(shape, n_rows, chunks)
+            tasks = ceil_div(n_rows, shape.rows * shape.warps // splits)
+            staged_bytes = self._staged_bytes(shape, row_bytes)
             launch = self._runner.bind(
                 packed_linear_variant(shape),
                 MultiplyPacked,
-                32 * warps,
-                shared_bytes(shape, exception_words, warps),
-                words=words,
-                n_words=words.numel() - PAD_WORDS,
-                bases=storage.bases,
-                lengths=storage.lengths,
-                length_bytes=storage.lengths.element_size(),
+                32 * shape.warps,
+                shape.shared_bytes + staged_bytes,
+                **weight,
+                index=index,
                 table=layout.tables,
-                n_rows=n_rows,
-                row_words=f.row_words,
-                groups=groups,
-                exception_words=exception_words,
-                mailbox=self._runner.mailbox,
+                tasks=tasks,
+                split_bits=splits.bit_length() - 1,
+                x_staged=int(staged_bytes > 0),
             )
-            launches.append((shape.x_rows, ceil_div(n_rows, shape.rows), launch))
+            blocks = min(tasks, shape.blocks * self._runner.multiprocessors)
+            launches.append((shape.x_rows, blocks, launch))
 
         def multiply(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
             x_rows = x.shape[0]
@@ -123,27 +161,22 @@ class PackedLinearKernels:
 
         return multiply
 
-    def _warps(self, shape: LinearShape, exception_words: int) -> int:
-        """Return the warps of a block: such that most of them run at once on a multiprocessor."""
-        most = self._runner.shared_bytes_per_multiprocessor
+    def _staged_bytes(self, shape: LinearShape, row_bytes: int) -> int:
+        """Return the bytes of x that a block copies: all, or none where there is no room."""
+        staged_bytes = shape.x_rows * row_bytes
+        there = self._runner.shared_bytes_per_multiprocessor // shape.blocks - RESERVED_BYTES
+        most = min(MAX_STAGED_BYTES, there - shape.shared_bytes)
+        return staged_bytes if staged_bytes <= most else 0
 
-        def at_once(warps: int) -> int:
-            block = shared_bytes(shape, exception_words, warps) + RESERVED_BYTES
-            return warps * min(most // block, shape.max_warps * shape.blocks // warps)
-
-        return max((warps for warps in (8, 4, 2) if warps <= shape.max_warps), key=at_once)
-
-
-def staged_words(exception_words: int) -> int:
-    """Return the words of shared memory for exceptions of a row that has so many words of them.
-
-    They begin anywhere in 16 bytes and are read two words at a time. The number of pieces of 16
-    bytes is odd, so that rows lie at different banks.
-    """
-    needed_bytes = min(4 * (exception_words + 5), MAX_EXCEPTION_BYTES)
-    return 4 * (ceil_div(needed_bytes, 16) | 1)
-
-
-def shared_bytes(shape: LinearShape, exception_words: int, warps: int) -> int:
-    """Return the dynamic shared memory of a block: two stages a warp, and exceptions."""
-    return 4 * (2 * warps * shape.stage_words + shape.rows * exception_words)
+    def _splits(self, shape: LinearShape, n_rows: int, chunks: int) -> int:
+        """Return how many warps share a row's columns: such that few blocks wait for the last."""
+        at_once = shape.blocks * self._runner.multiprocessors
+        found, most_busy = 1, 0.0
+        splits = 1
+        while splits <= min(chunks, shape.warps) and most_busy < BUSY:
+            tasks = ceil_div(n_rows, shape.rows * shape.warps // splits)
+            busy = tasks / (at_once * max(1, ceil_div(tasks, at_once)))
+            if busy > most_busy:
+                found, most_busy = splits, busy
+            splits *= 2
+        return found

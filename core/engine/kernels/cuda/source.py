@@ -104,7 +104,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "lz4": ("place_parts", "move_parts", "find_parts", "check_parts", "finish_parts"),
     "zfp": ("encode_zfp", "pack_zfp", "decode_zfp"),
     "typed_gemm": ("multiply_rows", "multiply_gradient"),
-    "packed_linear": ("multiply_packed",),
+    "packed_linear": ("multiply_packed", "index_exceptions"),
     "segment_sums": (
         "sum_segments",
         "dot_entries",
