@@ -37,6 +37,18 @@ def normal(n: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return (torch.randn(n, columns, device="cuda", generator=generator) * 0.02).to(dtype)
 
 
+def activations(n: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return normal values after ReLU."""
+    return normal(n, columns, dtype, seed).relu()
+
+
+def quantised(n: int, columns: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    """Return normal values of deviation 20 as integers of eight bits."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    values = torch.randn(n, columns, device="cuda", generator=generator) * 20
+    return values.round().clamp(-127, 127).to(dtype)
+
+
 def sparse(n: int, columns: int, seed: int) -> torch.Tensor:
     """Return float32 rows like bag-of-words features: 0.9 % ones, scaled to sum to 1."""
     generator = torch.Generator("cuda").manual_seed(seed)
@@ -124,6 +136,18 @@ def on_device(nbytes: int, reps: int) -> Rows:
             normal(4096, columns, dtype, 99), chunk_bytes=dtype.itemsize, uniform=True
         )
         make = partial(normal, nbytes // row_bytes, columns, dtype)
+        rows.append(device_row(label, make, codec, copy, reps))
+    for label, draw, dtype, row_bytes in (
+        ("float8 (e4m3) normal, 4 KB rows", normal, torch.float8_e4m3fn, 4096),
+        ("float8 (e5m2) normal, 4 KB rows", normal, torch.float8_e5m2, 4096),
+        ("int8 normal, 1 KB rows", quantised, torch.int8, 1024),
+        ("bfloat16 after ReLU, 4 KB rows", activations, torch.bfloat16, 4096),
+        ("float32 normal, 128 B rows", normal, torch.float32, 128),
+        ("bfloat16 normal, 22 KB rows", normal, torch.bfloat16, 22 << 10),
+    ):
+        columns = row_bytes // dtype.itemsize
+        codec = InvariantCodec.fit(draw(4096, columns, dtype, 99))
+        make = partial(draw, nbytes // row_bytes, columns, dtype)
         rows.append(device_row(label, make, codec, copy, reps))
     for row_bytes in (1024, 256, 4096):
         for saved in (0.12, 0.25, 0.5, 0.75, 0.9):

@@ -11,14 +11,23 @@ import torch
 
 from bitslab.engine.codecs.invariant.layout import build_layout
 from bitslab.engine.kernels import cpu
+from bitslab.engine.kernels.cuda.encode import BLOCKS
 from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR, NO_ERROR
-from bitslab.engine.kernels.cuda.source import Variant
-from bitslab.engine.kernels.cuda.tiles import STAGE_BYTES
+from bitslab.engine.kernels.cuda.source import MIN_SHORT_VECTOR, Variant
+from bitslab.engine.kernels.cuda.tiles import (
+    NARROW_ROW_BYTES,
+    SHORT_ROW_BYTES,
+    STAGE_BYTES,
+    WARPS,
+    WAVES,
+    run_shape,
+)
 from bitslab.engine.kernels.format import RowStorage
 from bitslab.errors import ArgumentError
-from tests.engine.kernels.cases import Case, make_case, pack, pack_on_cpu
+from tests import pairwise
+from tests.engine.kernels.cases import WORD_MASKS, Case, make_case, pack, pack_on_cpu
 from tests.simt.module import guarded
-from tests.simt.runner import simt_kernels
+from tests.simt.runner import SimtRunner, simt_kernels
 from tests.simt.variants import settings_of, variants_drawn
 
 #: Those that other tests of this file decode with; with them goes an encoder of each plan.
@@ -68,7 +77,129 @@ def test_decode_kernel_rebuilds_every_row(variant):
         for seed in range(2):
             case = make_case(variant, clusters=clusters, n_rows=45, seed=seed)
             used = assert_decodes(case, *pack_on_cpu(case), seed)
-            assert used == {(variant, "decode_rows")}
+            short = variant.vector >= MIN_SHORT_VECTOR and case.rows.shape[1] <= most_bytes(variant)
+            assert used == {(variant, "decode_short_rows" if short else "decode_rows")}
+
+
+def most_bytes(variant: Variant) -> int:
+    """Rows up to which eight lanes take one."""
+    return SHORT_ROW_BYTES if variant.uniform else NARROW_ROW_BYTES
+
+
+#: A plan for every mask that is applied to whole words; all of them with ``BITSLAB_FULL=1``.
+WORD_PLANS = [
+    (width, mask, 1 + (i + j) % 3, j)
+    for width, masks in WORD_MASKS.items()
+    for i, mask in enumerate(masks)
+    for j in range(3 if pairwise.FULL else 1)
+]
+
+
+def variant_of_word_plan(file: str, width: int, mask: int, code_bits: int) -> Variant:
+    byte_field = (mask, code_bits) == (0x7F80, 3)  # which has kernels of its own
+    vector = 1 if file == "encode" else 16 // width
+    words = not byte_field
+    return Variant(file, width, code_bits, False, True, vector, byte_field, words=words)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["plain", "grouped"])
+@pytest.mark.parametrize(
+    ("width", "mask", "code_bits", "seed"), WORD_PLANS, ids=lambda given: f"{given:x}"
+)
+def test_masks_are_applied_to_whole_words(width, mask, code_bits, seed, grouped):
+    variant = variant_of_word_plan("decode", width, mask, code_bits)
+    variant = replace(variant, grouped=grouped)
+    # Eight lanes decode the shorter rows.
+    for row_bytes, kernel in ((16 * 23, "decode_short_rows"), (16 * 81, "decode_rows")):
+        case = make_case(variant, n_rows=40, row_bytes=row_bytes, seed=seed, mask=mask)
+        used = assert_decodes(case, *pack_on_cpu(case), seed)
+        assert used == {(variant, kernel)}
+
+
+@pytest.mark.parametrize(
+    ("width", "mask", "code_bits", "seed"), WORD_PLANS, ids=lambda given: f"{given:x}"
+)
+def test_rows_are_packed_by_whole_words(width, mask, code_bits, seed):
+    variant = variant_of_word_plan("encode", width, mask, code_bits)
+    # The last but one is not packed by words, the last one not in shared memory.
+    for n_rows, row_bytes in ((40, 16 * 23), (40, 16 * 81), (9, 16 * 81 + width), (6, 16 * 401)):
+        case = make_case(variant, n_rows=n_rows, row_bytes=row_bytes, seed=seed, mask=mask)
+        assert_packs(variant, case, seed)
+
+
+def assert_packs(variant: Variant, case: Case, seed: int):
+    expected, _ = pack_on_cpu(case)
+    case.rows = guarded(case.rows)
+    kernels, runner = simt_kernels(seed)
+    got, _ = pack(kernels, case)
+    assert torch.equal(got.lengths, expected.lengths)
+    assert torch.equal(got.words, expected.words)
+    assert {each for each, _ in runner.launched} == {variant}
+    return set(runner.launched)
+
+
+@pytest.mark.parametrize("width", [2, 4])
+def test_long_rows_of_byte_fields_are_packed_in_place(width):
+    variant = Variant("encode", width, 3, False, True, byte_field=True)
+    case = make_case(variant, n_rows=7, row_bytes=16 * 401)
+    case.rows[3].random_()  # a row kept raw
+    assert_packs(variant, case, 0)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize(
+    ("variant", "row_bytes", "kernel"),
+    [
+        (Variant("encode", 2, 3, False, True, byte_field=True), 256, "encode_short_rows"),
+        (Variant("encode", 4, 3, False, True, byte_field=True), 128, "encode_short_rows"),
+        (Variant("encode", 4, 3, False, True, byte_field=True), 48, "encode_short_rows"),
+        (Variant("encode", 4, 3, False, True, byte_field=True), 272, "encode_rows"),
+        (Variant("encode", 1, 3, False, True, words=True), 64, "encode_rows"),
+    ],
+    ids=["2B-256", "4B-128", "4B-48", "4B-272", "1B-64"],
+)
+def test_a_warp_packs_several_short_rows(variant, row_bytes, kernel, seed):
+    warps = BLOCKS * SimtRunner.multiprocessors * WARPS
+    many = 4 * warps * 4 + 45 if seed == 0 else 45
+    case = make_case(variant, n_rows=many, row_bytes=row_bytes, seed=seed)
+    assert kernel in {name for _, name in assert_packs(variant, case, seed)}
+
+
+def many_short_rows(n_rows: int) -> tuple[Case, RowStorage, dict[str, int]]:
+    variant = Variant("decode", 4, 3, False, True, 4, byte_field=True)
+    case = make_case(variant, n_rows=n_rows, row_bytes=64)
+    return case, *pack_on_cpu(case)
+
+
+@pytest.mark.parametrize("blocks", [2, 4], ids=["64-rows", "128-rows"])
+def test_many_short_rows_are_decoded_in_tiles_of_several_blocks(blocks):
+    kernels, runner = simt_kernels()
+    at_once = runner.multiprocessors * 4 * WAVES
+    n = 32 * blocks * at_once + 45
+    case, storage, facts = many_short_rows(n)
+    assert run_shape(case.layout.format, facts, n // at_once).tile_rows == 32 * blocks
+    for start, stop in ((0, n), (75, n - 1)):
+        out = guarded(torch.full((stop - start, 64), 0xA5, dtype=torch.uint8))
+        guarded_words = replace(storage, words=guarded(storage.words))
+        kernels.decode_rows(guarded_words, case.layout, None, start, out, facts)
+        assert torch.equal(out, case.rows[start:stop])
+    assert runner.mailbox[0] == NO_ERROR
+    assert {name for _, name in runner.launched} == {"decode_short_rows"}
+
+
+@pytest.mark.parametrize("change_words", [-5, 3, 1 << 40], ids=["less", "more", "far-more"])
+@pytest.mark.parametrize("block", [0, 1, 2, 5])
+def test_damaged_bases_among_several_blocks_of_a_tile_are_reported(block, change_words):
+    kernels, runner = simt_kernels()
+    n = 32 * 4 * runner.multiprocessors * 4 * WAVES
+    case, storage, facts = many_short_rows(n)
+    bases = storage.bases.clone()
+    bases[block] += change_words
+    damaged = replace(storage, bases=guarded(bases), words=guarded(storage.words))
+    out = guarded(torch.zeros_like(case.rows))
+    kernels.decode_rows(damaged, case.layout, None, 0, out, facts)
+    assert runner.mailbox[0] == DAMAGED_ERROR
+    assert torch.equal(out[256:], case.rows[256:])
 
 
 @pytest.mark.parametrize("sm_budget", [None, 2], ids=["all", "two-multiprocessors"])

@@ -22,6 +22,7 @@ def settings_of(variant: Variant) -> tuple[int, ...]:
         variant.uniform,
         variant.vector > 1,
         variant.byte_field,
+        variant.words,
     )
 
 
@@ -54,4 +55,4 @@ def variants_drawn(file: str, first: Sequence[Variant] = ()) -> list[Variant]:
 
 
 def _cases_of(variants: Sequence[Variant]) -> list[pairwise.Case]:
-    return [dict(zip("123456", settings_of(variant), strict=True)) for variant in variants]
+    return [dict(zip("1234567", settings_of(variant), strict=True)) for variant in variants]

@@ -194,17 +194,20 @@ class RowLayout:
     fields : tuple of (int, int)
         For each cluster of a uniform profile whose mask is one run of bits its lowest bit and its
         width, else (0, 0).
+    byte_fields : tuple of (int, int)
+        The same of a byte of the mask, where all of its bytes are equal.
     """
 
     format: RowFormat
     tables: torch.Tensor
     starts: torch.Tensor
     fields: tuple[tuple[int, int], ...]
+    byte_fields: tuple[tuple[int, int], ...]
 
     def to(self, device: torch.device) -> RowLayout:
         """Return the layout with its tables on `device`; see `uploads.in_stream_order`."""
         tables, starts = (uploaded(t, device) for t in (self.tables, self.starts))
-        return RowLayout(self.format, tables, starts, self.fields)
+        return RowLayout(self.format, tables, starts, self.fields, self.byte_fields)
 
 
 @dataclass(frozen=True, eq=False)

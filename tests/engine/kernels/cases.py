@@ -12,7 +12,7 @@ from bitslab.engine.codecs.invariant.codec import InvariantCodec
 from bitslab.engine.codecs.invariant.layout import build_layout
 from bitslab.engine.codecs.invariant.profile import Profile
 from bitslab.engine.kernels import cpu
-from bitslab.engine.kernels.cuda.source import BYTE_FIELDS, Variant
+from bitslab.engine.kernels.cuda.source import BYTE_FIELDS, WORD_CHUNKS, Variant
 from bitslab.engine.kernels.format import (
     BLOCK_ROWS,
     BUCKET_ENTRIES,
@@ -29,6 +29,13 @@ from bitslab.engine.kernels.format import (
     TableStorage,
     ceil_div,
 )
+
+#: Masks that decoders apply to whole words of chunks: at each end of a chunk and across its bytes,
+#: narrow and wide, in both bytes, all of a chunk.
+WORD_MASKS = {
+    1: (0x7C, 0xF8, 0x01, 0x80, 0x3F, 0xFF),
+    2: (0x7C00, 0xFF00, 0x00FF, 0x7F80, 0x8000, 0x0001, 0x7878, 0xF0F0, 0x0101, 0xFFFF),
+}
 
 
 @dataclass
@@ -78,6 +85,12 @@ def make_case(
         masks[:] = ((1 << field[1]) - 1) << field[0]
     elif variant.byte_field:
         masks[:] = 255 << BYTE_FIELDS[width]
+    elif variant.words:
+        masks[:] = rng.choice(WORD_MASKS[width])
+    elif variant.vector > 1 and variant.uniform and width in WORD_CHUNKS:
+        # Runs of ones apart from each other, at both ends of a chunk.
+        top = 1 << (8 * width - 1)
+        masks[:] = (masks | top | 1) & ~dtype.type(0x10)
     elif variant.uniform and seed % 2:
         masks[:] = ((1 << (5 * width)) - 1) << (2 * width)  # one run of ones
     values = _draw(rng, dtype, (*shape, fmt.values)) & masks[..., None]

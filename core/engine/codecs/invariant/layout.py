@@ -90,5 +90,16 @@ def build_layout(fmt: RowFormat, masks: Array, values: Array) -> RowLayout:
     keep_bits = 8 * fmt.chunk_bytes - np.bitwise_count(masks).astype(np.int64)
     starts = np.zeros((fmt.clusters, fmt.positions + 1), np.int32)
     np.cumsum(keep_bits, axis=1, out=starts[:, 1:])
-    fields = tuple(run_of_ones(int(m)) if fmt.uniform else (0, 0) for m in masks[:, 0])
-    return RowLayout(fmt, torch.from_numpy(tables.view(signed)), torch.from_numpy(starts), fields)
+    fields, byte_fields = [], []
+    for mask in map(int, masks[:, 0]):
+        byte = mask & 255
+        repeated = mask == byte * (((1 << 8 * fmt.chunk_bytes) - 1) // 255)
+        fields.append(run_of_ones(mask) if fmt.uniform else (0, 0))
+        byte_fields.append(run_of_ones(byte) if fmt.uniform and repeated else (0, 0))
+    return RowLayout(
+        fmt,
+        torch.from_numpy(tables.view(signed)),
+        torch.from_numpy(starts),
+        tuple(fields),
+        tuple(byte_fields),
+    )

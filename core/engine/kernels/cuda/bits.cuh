@@ -64,6 +64,28 @@ __device__ __forceinline__ chunk_t extract(chunk_t x, const chunk_t* table, int 
     x = gather_step(x, __ldg(table + (section + level) * positions), 1 << level);
   return x;
 }
+// Bits of `a` where `where` has ones, of `b` elsewhere. In PTX, since the compiler takes two instructions
+// where `where` is a constant.
+__device__ __forceinline__ u32 choose(u32 where, u32 a, u32 b) {
+#ifdef SIMT_HOST
+  return (a & where) | (b & ~where);
+#else
+  u32 x;
+  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(x) : "r"(where), "r"(a), "r"(b));
+  return x;
+#endif
+}
+// The bytes of a (0..3) and b (4..7) that the low four nibbles of `selectors` name. Of a nibble with bit 3
+// set, which names none, the byte may be anything: the compiler's __byte_perm clears these bits first.
+__device__ __forceinline__ u32 pick_bytes(u32 a, u32 b, u32 selectors) {
+#ifdef SIMT_HOST
+  return __byte_perm(a, b, selectors);
+#else
+  u32 x;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(x) : "r"(a), "r"(b), "r"(selectors));
+  return x;
+#endif
+}
 // The sum over this lane and those before it, of a warp or of each LANES of its lanes.
 template <int LANES = 32>
 __device__ __forceinline__ int inclusive_scan(int v, int lane) {
@@ -73,6 +95,27 @@ __device__ __forceinline__ int inclusive_scan(int v, int lane) {
     if (lane >= d) v += below;
   }
   return v;
+}
+// The same in fewer instructions, where there are registers for it. In PTX, since the compiler does not ask
+// the shuffle which lanes got something.
+template <int LANES = 32>
+__device__ __forceinline__ int quick_scan(int v, int lane) {
+#ifdef SIMT_HOST
+  return inclusive_scan<LANES>(v, lane);
+#else
+#pragma unroll
+  for (int d = 1; d < LANES; d <<= 1)
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        ".reg .s32 below;\n"
+        "shfl.sync.up.b32 below|p, %0, %1, %2, 0xffffffff;\n"
+        "@p add.s32 %0, %0, below;\n"
+        "}\n"
+        : "+r"(v)
+        : "r"(d), "r"((32 - LANES) << 8));
+  return v;
+#endif
 }
 __device__ __forceinline__ u32 load_length(const void* lengths, i64 row, int length_bytes) {
   if (length_bytes == 1) return ((const u8*)lengths)[row];

@@ -9,19 +9,22 @@ from functools import partial
 import torch
 
 from ....errors import ArgumentError
-from ..format import PAD_WORDS, RowLayout, RowStorage, TableStorage, ceil_div
+from ..format import PAD_WORDS, RowFormat, RowLayout, RowStorage, TableStorage, ceil_div
 from .gather import GatherKernels
 from .ids import CHECKED_BY_ALL, IdKernels
 from .parameters import Address, Int32, Int64, Parameters, Value, in_order
 from .runner import Launch, Runner, do_nothing
-from .source import Variant
+from .source import MIN_SHORT_VECTOR, Variant
 from .tiles import (
     THREADS,
+    WAVES,
     WORDS_ALIGN_BYTES,
     Grid,
+    TileShape,
     aligned_to,
     decode_variant,
     run_shape,
+    takes_eight_lanes,
     tile_arguments,
 )
 
@@ -68,6 +71,20 @@ class DecodeLongRows(DecodeRows):
     kernel = "decode_long_rows"
 
 
+@dataclass(init=False)
+class DecodeShortRows(DecodeRows):
+    """Parameters of `decode_short_rows`, where eight lanes take a row."""
+
+    kernel = "decode_short_rows"
+
+
+def kernel_of_run(variant: Variant, f: RowFormat, shape: TileShape) -> type[DecodeRows]:
+    """Return the kernel that decodes rows in order."""
+    if not shape.stage_words:
+        return DecodeLongRows
+    return DecodeShortRows if takes_eight_lanes(variant, f, shape) else DecodeRows
+
+
 class DecodeKernels:
     """The kernels of decode.cu on one GPU.
 
@@ -85,7 +102,8 @@ class DecodeKernels:
         self._runner = runner
         self._ids = ids
         self._gather = gather
-        self._launches: dict[tuple[Variant, int], Launch] = {}  # with shared bytes
+        #: With shared bytes.
+        self._launches: dict[tuple[Variant, type[DecodeRows], int], Launch] = {}
 
     def decode_rows(
         self,
@@ -147,7 +165,7 @@ class DecodeKernels:
             out.copy_(aligned)
             return -1
         run = _Run(self._runner, storage, layout, row_begin, out, facts, value_bytes)
-        key = (run.variant, run.grid.shared_bytes)
+        key = (run.variant, run.parameters, run.grid.shared_bytes)
         launch = self._launches.get(key)
         if launch is None:
             launch = self._launches[key] = run.bind()
@@ -203,12 +221,15 @@ class _Run:
         facts: Mapping[str, int],
         value_bytes: torch.Tensor | None = None,
     ) -> None:
-        shape = run_shape(layout.format, facts)
-        self._runner = runner
-        self._tiles = ceil_div(out.shape[0], shape.tile_rows) + 1
+        f, n = layout.format, out.shape[0]
         variant = decode_variant("decode", layout, out.data_ptr())
         self.variant = variant if value_bytes is None else replace(variant, counted=True)
-        self.parameters = DecodeRows if shape.stage_words else DecodeLongRows
+        wide = variant.vector >= MIN_SHORT_VECTOR
+        at_once = runner.multiprocessors * variant.blocks * WAVES
+        shape = run_shape(f, facts, n // at_once if wide else 0)
+        self._runner = runner
+        self._tiles = ceil_div(n, shape.tile_rows) + 1
+        self.parameters = kernel_of_run(self.variant, f, shape)
         self.grid = Grid(runner, self.variant, shape)
         self.values: dict[str, Value] = {
             "words": aligned_to(storage.words, WORDS_ALIGN_BYTES),
@@ -217,7 +238,7 @@ class _Run:
             "lengths": storage.lengths,
             "length_bytes": storage.lengths.element_size(),
             "row_begin": row_begin,
-            "n": out.shape[0],
+            "n": n,
             "row_clusters": storage.row_clusters if layout.format.clusters > 1 else None,
             **tile_arguments(layout, storage.lengths.shape[0], shape),
             "longest_words": facts["max_row_words"],

@@ -1,6 +1,8 @@
 // Packed sizes and packing, one warp a row.
 #include "bits.cuh"
 #include "encode.cuh"
+#include "words.cuh"
+#include "encode_words.cuh"
 
 extern "C" __global__ void __launch_bounds__(256) packed_words(
     const stored_t* __restrict__ rows, i64 n_rows, int chunks, int row_words, int clusters,
@@ -10,11 +12,19 @@ extern "C" __global__ void __launch_bounds__(256) packed_words(
   const Field f = find_field(tables, clusters, codes);
   const int lane = threadIdx.x & 31;
   const bool wide = ((u64)rows & 15) == 0 && chunks % WIDE == 0;
+#if WORDS
+  const Words q = load_words(tables);
+  find_codes(tables, q, f, codes);
+#endif
   const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
   for (i64 r = ((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5; r < n_rows; r += warps) {
     const stored_t* row = rows + r * chunks;
-    int cluster;
-    const int best = measure_best(row, chunks, row_words, clusters, tables, starts, f, wide, lane, cluster);
+    int cluster = 0, best;
+#if WORDS
+    if (wide) best = measure_by_words(row, chunks, starts, q, codes, lane);
+    else
+#endif
+      best = measure_best(row, chunks, row_words, clusters, tables, starts, f, wide, lane, cluster);
     if (lane == 0) {
       const u32 length = best < row_words ? best : 0;
       if (length_bytes == 1) ((u8*)lengths)[r] = (u8)length;
@@ -25,9 +35,21 @@ extern "C" __global__ void __launch_bounds__(256) packed_words(
   }
 }
 
-// `words` is zeroed. Rows of at most stage_words words are put together in shared memory, longer
-// ones (stage_words = 0) in place.
-extern "C" __global__ void __launch_bounds__(256, 4) encode_rows(
+#if QUADS
+#define PACK_ROW(to)                                                    \
+  if (wide) encode_quads(row, chunks, start, f, to, lane);              \
+  else encode_row(row, chunks, table, start, f, to, lane)
+#elif WORDS
+#define PACK_ROW(to)                                                    \
+  if (wide) encode_by_words(row, chunks, start, q, codes, to, lane);    \
+  else encode_row(row, chunks, table, start, f, to, lane)
+#else
+#define PACK_ROW(to) encode_row(row, chunks, table, start, f, to, lane)
+#endif
+
+// Rows of at most stage_words words are put together in shared memory, longer ones (stage_words = 0) in
+// place: then `words` is zeroed.
+extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) encode_rows(
     const stored_t* __restrict__ rows, i64 n_rows, int chunks, int row_words, int row_bytes, int clusters,
     const chunk_t* __restrict__ tables, const int* __restrict__ starts, const void* __restrict__ lengths,
     int length_bytes, const u8* __restrict__ row_clusters, const i64* __restrict__ bases, u32* __restrict__ words,
@@ -40,39 +62,106 @@ extern "C" __global__ void __launch_bounds__(256, 4) encode_rows(
   u32* stage = shared + (threadIdx.x >> 5) * stage_words;
   const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
 #if QUADS
-  const bool quads = in_quads(rows, chunks);
+  const bool wide = in_quads(rows, chunks);
+#endif
+#if WORDS
+  const bool wide = ((u64)rows & 15) == 0 && chunks % WIDE == 0;
+  const Words q = load_words(tables);
+  find_codes(tables, q, f, codes);
 #endif
   for (int j = lane; j < stage_words; j += 32) stage[j] = 0;
   __syncwarp();
-  for (i64 r = ((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5; r < n_rows; r += warps) {
+#if WORDS
+  // A warp takes several rows of a block after each other, which it looks at once, if there are enough.
+  const int run = 1 << (31 - __clz((int)max((i64)1, min((i64)32, n_rows / (4 * warps)))));
+#else
+  constexpr int run = 1;
+#endif
+  int length_of_peer = 0, before = 0;
+  for (i64 r = (((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5) * run; r < n_rows;
+       r += (r + 1) & (run - 1) ? 1 : (warps - 1) * run + 1) {
     const i64 block = r >> 5;
-    const i64 peer = block * 32 + lane;
-    const u32 length_of_peer = peer < n_rows ? load_length(lengths, peer, length_bytes) : 0;
-    const u32 before = lane < (int)(r & 31) ? (length_of_peer ? length_of_peer : row_words) : 0;
-    const i64 at = bases[block] + __reduce_add_sync(FULL, before);
+    if ((r & (run - 1)) == 0) {
+      const i64 peer = block * 32 + lane;
+      length_of_peer = peer < n_rows ? load_length(lengths, peer, length_bytes) : 0;
+      const int size = length_of_peer ? length_of_peer : row_words;
+#if WORDS
+      before = inclusive_scan(size, lane) - size;
+#else
+      before = __reduce_add_sync(FULL, lane < (int)(r & 31) ? size : 0);
+#endif
+    }
+#if WORDS
+    const i64 at = bases[block] + __shfl_sync(FULL, before, (int)(r & 31));
+#else
+    const i64 at = bases[block] + before;
+#endif
     const int length = __shfl_sync(FULL, length_of_peer, (int)(r & 31));
     const stored_t* row = rows + r * chunks;
     if (length == 0) {
-      for (int j = lane; j < row_words; j += 32) words[at + j] = raw_word((const u8*)row, row_bytes, j);
+      for (int k = lane; k < row_words; k += 32) words[at + k] = raw_word((const u8*)row, row_bytes, k);
       continue;
     }
     const i64 cluster = row_clusters ? row_clusters[r] : 0;
     const chunk_t* table = tables + cluster * SECTIONS * positions;
     const int* start = starts + cluster * (positions + 1);
+    // Two calls, so that the compiler knows which memory each one stores to.
     if (stage_words == 0) {
-      encode_row(row, chunks, table, start, f, words + at, lane);
+      PACK_ROW(words + at);
       continue;
     }
-#if QUADS
-    if (quads) encode_quads(row, chunks, start, f, stage, lane);
-    else
-#endif
-      encode_row(row, chunks, table, start, f, stage, lane);
+    PACK_ROW(stage);
     __syncwarp();
-    for (int j = lane; j < length; j += 32) {
-      words[at + j] = stage[j];
-      stage[j] = 0;
+    for (int k = lane; k < length; k += 32) {
+      words[at + k] = stage[k];
+      stage[k] = 0;
     }
     __syncwarp();
   }
 }
+
+#if QUADS
+// Short rows: eight lanes a row, four rows a warp at once. Rows can be loaded in quads.
+extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) encode_short_rows(
+    const stored_t* __restrict__ rows, i64 n_rows, int chunks, int row_words, int row_bytes, int clusters,
+    const chunk_t* __restrict__ tables, const int* __restrict__ starts, const void* __restrict__ lengths,
+    int length_bytes, const u8* __restrict__ row_clusters, const i64* __restrict__ bases, u32* __restrict__ words,
+    int stage_words) {
+  extern __shared__ __align__(128) u32 shared[];
+  __shared__ u8 codes[1 << MOST_FIELD_BITS];
+  const Field f = find_field(tables, clusters, codes);
+  const int lane = threadIdx.x & 31, lane8 = lane & 7;
+  u32* stage = shared + (threadIdx.x >> 3) * stage_words;
+  const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
+  for (int k = lane8; k < stage_words; k += 8) stage[k] = 0;
+  __syncwarp();
+  // Up to 32 rows of a block after each other, which are looked at once, if there are enough.
+  const int run = 4 << (31 - __clz((int)max((i64)1, min((i64)8, n_rows / (16 * warps)))));
+  int length_of_peer = 0, before = 0;
+  for (i64 first = (((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5) * run; first < n_rows;
+       first += (first + 4) & (run - 1) ? 4 : (warps - 1) * run + 4) {
+    const i64 block = first >> 5;
+    if ((first & (run - 1)) == 0) {
+      const i64 peer = block * 32 + lane;
+      length_of_peer = peer < n_rows ? load_length(lengths, peer, length_bytes) : 0;
+      const int size = length_of_peer ? length_of_peer : row_words;
+      before = inclusive_scan(size, lane) - size;
+    }
+    const i64 r = first + (lane >> 3);
+    const i64 at = bases[block] + __shfl_sync(FULL, before, (int)(r & 31));
+    const int length = __shfl_sync(FULL, length_of_peer, (int)(r & 31));
+    const bool packed = r < n_rows && length != 0;
+    const stored_t* row = rows + r * chunks;
+    if (r < n_rows && length == 0)
+      for (int k = lane8; k < row_words; k += 8) words[at + k] = raw_word((const u8*)row, row_bytes, k);
+    encode_quads<8>(row, chunks, starts, f, stage, lane8, packed);
+    __syncwarp();
+    if (packed)
+      for (int k = lane8; k < length; k += 8) {
+        words[at + k] = stage[k];
+        stage[k] = 0;
+      }
+    __syncwarp();
+  }
+}
+#endif

@@ -164,7 +164,8 @@ __device__ __forceinline__ int encode_row(const stored_t* __restrict__ row, int 
       const bool missed = code == 0;
       if (__any_sync(FULL, missed)) {
         const int bits = missed ? POPC(mask) : 0;
-        const int up_to_me = inclusive_scan(bits, lane);
+        // Around the first one the compiler may copy this loop several times, which takes it 16 seconds.
+        const int up_to_me = FIELD_LOW >= 0 ? inclusive_scan(bits, lane) : quick_scan(bits, lane);
         if (missed) put_bits(to, exception_bit + up_to_me - bits, exception_of(x, mask, at, positions, f), bits);
         exception_bit += __shfl_sync(FULL, up_to_me, 31);
       }
@@ -248,27 +249,29 @@ __device__ __forceinline__ bool in_quads(const stored_t* rows, int chunks) {
   return ((u64)rows & (sizeof(four_chunks_t) - 1)) == 0 && chunks % 4 == 0;
 }
 
-// Pack one row into zeroed words, and return how many it takes: the words of encode_row.
+// Pack one row into zeroed words, and return how many it takes: the words of encode_row. LANES lanes of the
+// warp take the row; all lanes call, also those that have none.
+template <int LANES = 32>
 __device__ __forceinline__ int encode_quads(const stored_t* __restrict__ row, int chunks, const int* __restrict__ starts,
-                                             const Field& f, u32* to, int lane) {
-  const int groups = (chunks + 31) >> 5, quads = chunks >> 2;
+                                             const Field& f, u32* to, int lane, bool has_row = true) {
+  const int groups = (chunks + 31) >> 5, quads = has_row ? chunks >> 2 : 0;
   const int code_at = payload_words_of(starts, chunks);
   u8* const codes_to = (u8*)(to + code_at);
   u8* const exceptions = (u8*)(to + code_at + groups * CODE_BITS);
   const four_chunks_t* const from = (const four_chunks_t*)row;
   int missed = 0;  // before this step
-  for (int batch = 0; batch < groups * 8; batch += 32 * QUADS_AHEAD) {
+  for (int batch = 0; batch < groups * 8; batch += LANES * QUADS_AHEAD) {
     four_chunks_t ahead[QUADS_AHEAD];
 #pragma unroll
     for (int k = 0; k < QUADS_AHEAD; ++k) {
-      const int q = batch + 32 * k + lane;
+      const int q = batch + LANES * k + lane;
       ahead[k] = four_chunks_t();
       if (q < quads) ahead[k] = __ldg(from + q);
     }
 #pragma unroll
     for (int k = 0; k < QUADS_AHEAD; ++k) {
-      if (batch + 32 * k >= groups * 8) break;
-      const int q = batch + 32 * k + lane;
+      if (batch + LANES * k >= groups * 8) break;
+      const int q = batch + LANES * k + lane;
       const bool inside = q < quads;
       u32 exponents[4];
 #if CHUNK_BYTES == 2
@@ -303,19 +306,19 @@ __device__ __forceinline__ int encode_quads(const stored_t* __restrict__ row, in
       }
       // The codes of two lanes are three bytes.
       codes |= __shfl_down_sync(FULL, codes, 1) << (4 * CODE_BITS);
-      if ((lane & 1) == 0 && q < groups * 8) {
+      if ((lane & 1) == 0 && q < groups * 8 && has_row) {
         u8* const at = codes_to + (q >> 1) * CODE_BITS;
 #pragma unroll
         for (int b = 0; b < CODE_BITS; ++b) at[b] = (u8)(codes >> (8 * b));
       }
       if (__any_sync(FULL, misses)) {
         const int count = __popc(misses);
-        const int up_to_me = inclusive_scan(count, lane);
+        const int up_to_me = inclusive_scan<LANES>(count, lane);
         u8* at = exceptions + missed + up_to_me - count;
 #pragma unroll
         for (int v = 0; v < 4; ++v)
           if (misses >> v & 1) *at++ = (u8)exponents[v];
-        missed += __shfl_sync(FULL, up_to_me, 31);
+        missed += __shfl_sync(FULL, up_to_me, LANES - 1, LANES);
       }
     }
   }

@@ -10,7 +10,7 @@ from ..format import PAD_WORDS, RowLayout, ceil_div
 from .parameters import Address, Int32, Int64, Parameters
 from .runner import Launch, Runner
 from .source import Variant
-from .tiles import THREADS, WARPS, aligned_to, has_byte_field
+from .tiles import NARROW_ROW_BYTES, THREADS, WARPS, aligned_to, has_byte_field, word_field
 
 STAGE_BYTES = 6 << 10  # packed row that a warp puts together in shared memory
 BLOCKS = 8  # of a multiprocessor
@@ -64,6 +64,13 @@ class EncodeRows(Parameters):
     stage_words: Int32
 
 
+@dataclass(init=False)
+class EncodeShortRows(EncodeRows):
+    """Parameters of `encode_short_rows`, where eight lanes take a row and have its stage."""
+
+    kernel = "encode_short_rows"
+
+
 class EncodeKernels:
     """The kernels of encode.cu on one GPU.
 
@@ -115,14 +122,19 @@ class EncodeKernels:
     ) -> torch.Tensor:
         """Pack rows; see `kernels.cpu.encode_rows`."""
         f, n = layout.format, rows.shape[0]
-        words = torch.zeros(n_words + PAD_WORDS, dtype=torch.int32, device=rows.device)
+        # A packed row is shorter than a raw one, and the last read-modify-write may touch the word
+        # behind it.
+        stage_words = f.row_words + 1 if 4 * f.row_words < STAGE_BYTES else 0
+        words = torch.empty(n_words + PAD_WORDS, dtype=torch.int32, device=rows.device)
+        # Rows that are put together in shared memory are stored whole.
+        (words[n_words:] if stage_words else words).zero_()
         if n:
             rows = aligned_to(rows, f.chunk_bytes)
-            # A packed row is shorter than a raw one, and the last read-modify-write may touch the
-            # word behind it.
-            stage_words = f.row_words + 1 if 4 * f.row_words < STAGE_BYTES else 0
-            self._launch(layout, EncodeRows, max(16, 4 * stage_words * WARPS))(
-                self._blocks(n),
+            each, rows_of_block = EncodeRows, WARPS
+            if self._takes_eight_lanes(rows, layout):
+                each, rows_of_block = EncodeShortRows, THREADS // 8
+            self._launch(layout, each, max(16, 4 * stage_words * rows_of_block))(
+                min(ceil_div(n, rows_of_block), self._most_blocks),
                 rows.data_ptr(),
                 n,
                 f.chunks,
@@ -140,12 +152,29 @@ class EncodeKernels:
             )
         return words
 
-    def _launch(self, layout: RowLayout, parameters: type[Parameters], shared_bytes: int) -> Launch:
+    def _variant(self, layout: RowLayout) -> Variant:
         f = layout.format
         byte_field = f.clusters == 1 and has_byte_field(layout)
-        variant = Variant(
-            "encode", f.chunk_bytes, f.code_bits, f.grouped, f.uniform, byte_field=byte_field
+        words = f.clusters == 1 and not f.grouped and not byte_field and word_field(layout)
+        return Variant(
+            "encode",
+            f.chunk_bytes,
+            f.code_bits,
+            f.grouped,
+            f.uniform,
+            byte_field=byte_field,
+            words=words,
         )
+
+    def _takes_eight_lanes(self, rows: torch.Tensor, layout: RowLayout) -> bool:
+        """Return whether a warp packs four rows at once, whose lanes load four chunks each."""
+        f, variant = layout.format, self._variant(layout)
+        if not variant.byte_field or variant.grouped or f.row_bytes > NARROW_ROW_BYTES:
+            return False
+        return f.chunks % 4 == 0 and rows.data_ptr() % (4 * f.chunk_bytes) == 0
+
+    def _launch(self, layout: RowLayout, parameters: type[Parameters], shared_bytes: int) -> Launch:
+        variant = self._variant(layout)
         key = (variant, parameters, shared_bytes)
         found = self._launches.get(key)
         if found is None:

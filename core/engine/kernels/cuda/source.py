@@ -73,11 +73,11 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 _KERNELS: dict[str, tuple[str, ...]] = {
     "count": ("count_bits",),
-    "encode": ("packed_words", "encode_rows"),
+    "encode": ("packed_words", "encode_rows", "encode_short_rows"),
     "rewrite": ("rewrite_rows",),
     "pack": ("pack_blob",),
     "unpack": ("unpack_rest",),
-    "decode": ("decode_rows", "decode_long_rows"),
+    "decode": ("decode_rows", "decode_long_rows", "decode_short_rows"),
     "gather": ("gather_rows", "gather_long_rows", "gather_short_rows"),
     "join": ("join_rows",),
     "copy": ("copy_rows",),
@@ -116,6 +116,8 @@ _KERNELS: dict[str, tuple[str, ...]] = {
 
 #: Fewest chunks a lane with which eight lanes can take a row.
 MIN_SHORT_VECTOR = 4
+#: Most short rows of a tile in order, when eight lanes take a row.
+MAX_TILE_ROWS = 128
 #: What kernels know of cached rows.
 CACHE_DEFINES = {
     "MAX_SLABS": MAX_SLABS,
@@ -188,6 +190,9 @@ BYTE_FIELDS = {
     4: EXPONENT_FIELDS[torch.float32][0],
 }
 
+#: Widths of the chunks of which decoders rebuild whole words at once.
+WORD_CHUNKS = (1, 2)
+
 #: What kernels of coded tiles are compiled for.
 TILE_SETTINGS = ("KIND", "TOKENS", "DIM", "GRANULARITY", "TOKEN_PAIRS", "LOOKUP_BITS")
 #: Warps of a block of the encoders at the most: what registers have room for.
@@ -244,6 +249,8 @@ class Variant:
         Whether the mask is the one-byte exponent field of `BYTE_FIELDS`.
     counted : bool
         Whether a decoder reads on the device how many rows there are.
+    words : bool
+        Whether the mask is applied to whole words of chunks (`tiles.word_field`).
     overlapped : bool
         Whether typed products rebuild the rows of the next tile while they multiply one.
     """
@@ -257,6 +264,7 @@ class Variant:
     byte_field: bool = False
     counted: bool = False
     overlapped: bool = False
+    words: bool = False
 
     def defines(self) -> dict[str, str | int]:
         """Return the preprocessor's definitions."""
@@ -276,7 +284,9 @@ class Variant:
         }
         defines["FIELD_LOW"] = BYTE_FIELDS[self.chunk_bytes] if self.byte_field else -1
         if self.file == "encode":
-            return defines
+            # Those that take 16 bytes a lane at once need few registers.
+            fast = self.words or (self.byte_field and not self.grouped)
+            return defines | {"WORDS": int(self.words), "MIN_BLOCKS": 5 if fast else 4}
         if self.file == "rewrite":
             return defines | REWRITE_DEFINES
         if self.file == "pack":
@@ -290,8 +300,9 @@ class Variant:
             defines["OVERLAP"] = int(self.overlapped)
             defines["GRADIENT_BLOCKS"] = 2 if self.byte_field else 1
         else:
-            defines["COUNTED"] = int(self.counted)
+            defines |= {"COUNTED": int(self.counted), "MAX_TILE_ROWS": MAX_TILE_ROWS}
         return defines | {
+            "WORDS": int(self.words),
             "VECTOR": self.vector,
             "FIRST_CODES": f"{first_codes}ull",
             "ROWS": 2 if wide and not self.uniform else 1,
@@ -303,7 +314,7 @@ class Variant:
         """Blocks of a decoder that the registers of a multiprocessor have room for."""
         # Positional masks live in registers over the rows of a warp, as do many or long chunks.
         wide = self.vector > 1
-        crowded = wide and (not self.uniform or self.chunk_bytes in (1, 8))
+        crowded = not self.words and wide and (not self.uniform or self.chunk_bytes in (1, 8))
         return 3 if crowded else 4
 
     @property
@@ -316,7 +327,7 @@ class Variant:
         words += ["grouped"] if self.grouped else []
         words += [f"v{self.vector}"] if self.file in ("decode", "gather", "join") else []
         words += ["bytes"] if self.byte_field else []
-        words += [word for word in ("counted", "overlapped") if getattr(self, word)]
+        words += [word for word in ("words", "counted", "overlapped") if getattr(self, word)]
         return "-".join(words)
 
 
@@ -535,9 +546,13 @@ def widest_vector(chunk_bytes: int, uniform: bool) -> int:
 def kernels_of(variant: AnyVariant) -> tuple[str, ...]:
     """Return the kernels of a compilation."""
     names = _KERNELS[variant.file]
+    if not isinstance(variant, Variant):
+        return names
+    if variant.file == "encode":
+        return names if variant.byte_field and not variant.grouped else names[:-1]
     # Eight lanes of fewer chunks are no whole group of codes.
-    narrow = isinstance(variant, Variant) and variant.vector < MIN_SHORT_VECTOR
-    return names[:-1] if variant.file == "gather" and narrow else names
+    narrow = variant.file in ("decode", "gather") and variant.vector < MIN_SHORT_VECTOR
+    return names[:-1] if narrow else names
 
 
 def all_variants() -> Iterator[AnyVariant]:
@@ -589,6 +604,13 @@ def all_variants() -> Iterator[AnyVariant]:
             yield Variant("gather", width, bits, grouped, uniform, vector)
             if vector >= MIN_SHORT_VECTOR:
                 yield Variant("join", width, bits, grouped, uniform, vector)
+        if uniform and width in WORD_CHUNKS:
+            by_words = Variant(
+                "decode", width, bits, grouped, True, widest_vector(width, True), words=True
+            )
+            yield from (by_words, replace(by_words, counted=True), replace(by_words, file="gather"))
+            if not grouped:
+                yield Variant("encode", width, bits, uniform=True, words=True)
         if width in PRODUCT_DEFINES:
             typed = Variant(
                 "typed_gemm", width, bits, grouped, uniform, widest_vector(width, uniform)

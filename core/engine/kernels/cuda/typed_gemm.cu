@@ -15,6 +15,10 @@
 #include "matrix.cuh"
 #if PACKED
 #define GATHER 1
+#include "row_cursor.cuh"
+#include "words.cuh"
+#include "rebuild.cuh"
+#include "rebuild_words.cuh"
 #include "decode.cuh"
 #include "chosen_rows.cuh"
 #else

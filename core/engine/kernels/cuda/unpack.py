@@ -8,7 +8,7 @@ import torch
 
 from ..blob_format import HEADER_BYTES, VALUE_BYTES_AT, PackedLayout
 from ..format import BLOCK_ROWS, PAD_WORDS, RowLayout, ceil_div
-from .decode import DecodeKernels, DecodeLongRows, DecodeRows
+from .decode import DecodeKernels, kernel_of_run
 from .parameters import Address, Int32, Int64, Parameters
 from .runner import Launch, Runner
 from .source import UNPACK, widest_vector
@@ -75,7 +75,7 @@ class _BoundRows:
         self._grid = grid
         self._launch = runner.bind(
             variant,
-            DecodeRows if shape.stage_words else DecodeLongRows,
+            kernel_of_run(variant, f, shape),
             ROW_THREADS,
             grid.shared_bytes,
             length_bytes=parts.length_bytes,
