@@ -25,9 +25,6 @@ TIDY_SHARE = REPACK_SHARE / 4
 REPACK_BYTES = 1 << 20
 #: and this share of its rows was written since, or packing would take longer than training.
 REWRITTEN_SHARE = 0.25
-#: Rows that a GPU trains are kept raw unless packing makes them smaller by this factor: raw ones
-#: cross the link both ways at once, and take no second place when they outgrow the first.
-LEAST_TRAINED_RATIO = 2.0
 #: Slabs are filled again when this share of their rows has changed, which they do not hold then.
 REFILL_SHARE = 0.25
 PIECE_ROWS = 1 << 16
@@ -52,8 +49,6 @@ class RowStore:
         int64, rows for the slab, the hottest first.
     notes : sequence of str
         Remarks on how they were packed, for `stats`.
-    trained_slots : int, optional
-        As in `packed_table`.
     """
 
     def __init__(
@@ -65,7 +60,6 @@ class RowStore:
         pin: bool,
         hot: Array,
         notes: Sequence[str] = (),
-        trained_slots: int | None = None,
     ) -> None:
         self.table = table
         self.device = device
@@ -74,7 +68,6 @@ class RowStore:
         self.pin = pin
         self.hot = hot
         self.notes = notes
-        self.trained_slots = trained_slots
         self.slabs: SlabCache | None = None
         self.prefetched: Prefetched | None = None
         #: Counts calls that changed rows.
@@ -85,16 +78,9 @@ class RowStore:
         if len(hot):
             self.fill(hot)
 
-    def packed_as(
-        self, codec: str | RowCodec, pin: bool, notes: Sequence[str], trained_slots: int | None
-    ) -> None:
-        """Record how the rows were packed: arguments and remarks of `packed_table`."""
-        self.codec, self.pin, self.notes = codec, pin, notes
-        self.trained_slots = trained_slots
-
     def description(self) -> dict[str, Any]:
         """Return the arguments that make another one, but for the device."""
-        names = ("table", "packed_rows", "codec", "pin", "hot", "notes", "trained_slots")
+        names = ("table", "packed_rows", "codec", "pin", "hot", "notes")
         return {name: getattr(self, name) for name in names}
 
     # To the device
@@ -166,13 +152,21 @@ class RowStore:
             if self._stale_rows > REFILL_SHARE * self.packed_rows:
                 self.fill(self.hot)
 
-    def record_rewritten(self, n_rows: int) -> None:
-        """Record that a GPU has given so many rows new values since the last call.
+    def record_rewritten(self, n_rows: int, moved_bytes: int) -> None:
+        """Record that a GPU has given rows new values; pack the table again where `update` would.
 
-        The table is not packed again in a step of training, which that would stop for seconds: rows
-        that outgrow their place take memory meanwhile, at most that of all rows.
+        Parameters
+        ----------
+        n_rows : int
+            Rows since the last call.
+        moved_bytes : int
+            Bytes of all rows that outgrew their place, about.
         """
         self._rewritten_rows += n_rows
+        if self._rewritten_rows > REWRITTEN_SHARE * len(self.table) and moved_bytes > max(
+            REPACK_BYTES, REPACK_SHARE * self.table.nbytes
+        ):
+            self._pack_anew()
 
     def tidy(self) -> None:
         """Pack the table again if rows that outgrew their place take more than they should."""
@@ -188,8 +182,7 @@ class RowStore:
 
     def replace(self, batches: Iterable[torch.Tensor]) -> None:
         """Pack all rows again from batches, in order."""
-        how = self.table.layout, self.codec, self.pin, self.device, None, self.trained_slots
-        fresh, notes = packed_table(batches, *how)
+        fresh, notes = packed_table(batches, self.table.layout, self.codec, self.pin, self.device)
         old, self.table = self.table, fresh
         self.notes = notes
         self.changes += 1
@@ -215,9 +208,8 @@ def packed_table(
     pin: bool,
     device: torch.device,
     progress: ProgressFunction | bool | None = None,
-    trained_slots: int | None = None,
 ) -> tuple[CompressedTable, list[str]]:
-    """Return a table of rows, and remarks; raw where a GPU would be slower with packed rows.
+    """Return a table of rows, and remarks; raw where a GPU would fetch packed rows more slowly.
 
     Parameters
     ----------
@@ -225,22 +217,14 @@ def packed_table(
         As in `CompressedTable.from_tensor`. Only with ``codec="auto"`` there is a choice.
     device : torch.device
         Where the rows are wanted.
-    trained_slots : int, optional
-        Rows that are there at a time, to be trained; None where none are trained. Fewer than all
-        come and go all the time.
     """
     table = CompressedTable.from_tensor(rows, layout, codec, pin, progress=progress)
-    if codec != "auto" or table.codec.keeps_raw or device.type != "cuda":
-        return table, []
-    comes_and_goes = trained_slots is not None and trained_slots != len(table)
-    if comes_and_goes and table.ratio < LEAST_TRAINED_RATIO:
-        why = f"packed {table.ratio:.2f}x, rows would be trained on {device} more slowly"
-    elif not table.advice(device).packed:
-        why = f"packed rows would reach {device} more slowly"
-    else:
+    chosen = codec == "auto" and not table.codec.keeps_raw and device.type == "cuda"
+    if not chosen or table.advice(device).packed:
         return table, []
     with table:
         pieces = range(0, len(table), PIECE_ROWS)
         batches = (table.decoded(at, min(at + PIECE_ROWS, len(table))) for at in pieces)
         raw = CompressedTable.from_tensor(batches, layout, "raw", pin, progress=False)
-    return raw, [f"kept raw: {why}; codec='ibp' packs anyway"]
+    note = f"kept raw: packed rows would reach {device} more slowly; codec='ibp' packs anyway"
+    return raw, [note]

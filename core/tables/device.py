@@ -33,7 +33,7 @@ class DeviceCopies:
         if kernels is not None and storage is not None:
             return storage, kernels
         kernels = kernels or rows.parts.codec.kernels(device)
-        host = rows.gpu_storage()
+        host = rows.storage()
 
         def on_gpu(t: torch.Tensor | None) -> torch.Tensor | None:
             return None if t is None else t.to(device, copy=True)
@@ -66,7 +66,7 @@ class DeviceCopies:
         changed : mapping of str to numpy.ndarray
             Changed entries by tensor, as `HostRows.update` returns them.
         """
-        host = rows.gpu_storage()
+        host = rows.storage()
         for device, there in self._storages.items():
             fresh: dict[str, Any] = {
                 "max_words": host.max_words,

@@ -48,7 +48,7 @@ class Gathers:
         self._rows = rows
         self._pin = pin
         self._populated = False
-        # Prepared for gathers on the CPU, with the rows and overflow capacity it was made from.
+        # Prepared for gathers on the CPU, with the rows and overflow memory that it was made from.
         self._prepared: tuple[HostRows, int, PreparedRows | None] | None = None
         self._inherited: object = None
         self._of_this_process(lock)
@@ -181,16 +181,15 @@ class Gathers:
     def _prepared_rows(self) -> PreparedRows | None:
         """Return the rows prepared for CPU gathers; None if the layout has no such form."""
         rows, found = self._rows, self._prepared
-        # Updates write in place; only an overflow area that grows has other bounds.
-        capacity = rows.overflow_capacity
-        if found is None or found[0] is not rows or found[1] != capacity:
+        # Updates write in place; only an overflow area that grows moves to new memory.
+        if found is None or found[0] is not rows or found[1] != rows.overflow_moves:
             parts = rows.parts
             prepared: PreparedRows | None = (
                 PreparedRaw(parts.raw_rows(), parts.row_words)
                 if parts.raw
                 else rows.kernels.prepare_table(rows.storage())
             )
-            found = self._prepared = (rows, capacity, prepared)
+            found = self._prepared = (rows, rows.overflow_moves, prepared)
         return found[2]
 
     # On a GPU
@@ -199,10 +198,7 @@ class Gathers:
         """Return whether GPUs can read the rows in host memory; page-lock them if `pin`."""
         rows = self._rows
         buffer = rows.parts.buffers.get("words") if rows.for_gpus else None
-        if not self._pin or buffer is None or not buffer.ensure_pinned():
-            return False
-        overflow = rows.overflow
-        return overflow is None or overflow.pinned or overflow.ensure_pinned()
+        return bool(self._pin and buffer is not None and buffer.ensure_pinned())
 
     def writes(self, device: torch.device) -> GpuWrites | None:
         """Return what packs rows into a packed table by a GPU's kernels, where these can do so."""

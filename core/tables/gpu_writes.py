@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 
 import numpy as np
@@ -16,23 +15,18 @@ from ..engine.kernels.rewriting import (
     LeavingRows,
     OverflowPlaces,
 )
-from ..engine.memory.host import HostBuffer, available_bytes
+from ..engine.memory.host import HostBuffer
 from ..engine.memory.locks import ReadersAndWriter
+from ..errors import BitslabError
 from .device import DeviceCopies
 from .overflow import Overflow
 from .rows import HostRows
 
-#: Room in the overflow area is made ahead for so many batches, of which the host learns later, and
-#: without waiting, how many rows took a place there,
+#: The overflow area is made for so many batches at once: the host learns later, and without
+#: waiting, how many of their rows took a place there,
 BATCHES_AHEAD = 4
-#: but for no more bytes than these, besides the next batch,
-AHEAD_BYTES = 256 << 20
-#: no more at a time, and for no batch whose rows might take more, than these
-MOST_BATCH_BYTES = 1 << 30
-#: or this share of the memory that is available.
-MEMORY_SHARE = 0.25
-#: The host looks so often for room that a GPU reports, or that is being made.
-POLL_SECONDS = 50e-6
+#: but for at most this share of the table's rows where two batches need no more.
+AHEAD_SHARE = 1 / 8
 
 _NONE = np.empty(0, np.int64)
 
@@ -78,84 +72,38 @@ class GpuWrites:
 
     # On the device
 
-    def reserve(self, n_rows: int) -> bool:
-        """Return whether there is room for so many rows, all of which may outgrow their place.
-
-        Room is made ahead, in the background. Where that is late, this waits until there is some,
-        or until the GPU reports that fewer rows than feared took a place. False where the memory
-        cannot be had, or would be too much: then others pack the rows.
-        """
-        parts = self.rows.parts
-        if parts.layout == "inplace":
-            return self._places is not None or self._begin()
-        if self.rows.overflow is None and not self._begin():
-            return False
-        overflow = self.rows.overflow
-        assert overflow is not None
-        if overflow.capacity < parts.n_rows and not self._make_room(overflow, n_rows):
-            return False
-        if self._places is None and not self._begin():
-            return False
-        assert self._places is not None
-        if self._places.free.shape[0] < overflow.capacity:
+    def reserve(self, n_rows: int) -> None:
+        """Make room for so many rows; this waits for the GPU only when the overflow area grows."""
+        if self._has_room(n_rows):
+            return
+        self._wait()  # then the report is exact
+        if self._has_room(n_rows):
+            return
+        with self._table_lock.writing(), self._lock:  # in the order of those who read
+            self.finish()
             with torch.inference_mode(False):
-                self._places = self._places.widened(overflow.capacity)
-        return True
+                self._grow(n_rows)
 
     @property
     def _used(self) -> int:
-        if self._places is None and self.rows.overflow is not None:
-            return self.rows.overflow.used  # the host has changed it since
         return int(self._report[0]) & (1 << USED_BITS) - 1
 
-    def _make_room(self, overflow: Overflow, n_rows: int) -> bool:
-        self._ask_for_more(overflow, n_rows)
-        while not self._has_room(overflow, n_rows):
-            if overflow.growing:
-                time.sleep(POLL_SECONDS)
-            elif not self._under_way:
-                self._ask_for_more(overflow, n_rows)
-                if not overflow.growing:
-                    return self._has_room(overflow, n_rows)  # it may have grown meanwhile
-            elif self._sent is None or self._sent.query():  # type: ignore[no-untyped-call]
-                self._wait()
-                self._under_way.clear()  # those that failed have reported nothing
-            else:
-                time.sleep(POLL_SECONDS)
-        return True
-
-    def _ask_for_more(self, overflow: Overflow, n_rows: int) -> None:
-        """Let the area grow where it has no room for some batches, unless that is too much."""
-        row_bytes, capacity = 4 * self.rows.parts.row_words, overflow.capacity
-        used, most = self._used, self.rows.parts.n_rows
-        ahead = n_rows + min((BATCHES_AHEAD - 1) * n_rows, AHEAD_BYTES // row_bytes)
-        if min(used + ahead, most) <= capacity or overflow.growing or overflow.refused:
-            return
-        more_bytes = min(MOST_BATCH_BYTES, int(MEMORY_SHARE * available_bytes()))
-        limit = capacity + more_bytes // row_bytes
-        if min(used + n_rows, most) <= limit:
-            overflow.reserve_soon(min(used + 2 * ahead, most, limit), self.device)
-
-    def _has_room(self, overflow: Overflow, n_rows: int) -> bool:
+    def _has_room(self, n_rows: int) -> bool:
+        if self._places is None:
+            return False
+        overflow = self.rows.overflow
+        if overflow is None or overflow.capacity >= self.rows.parts.n_rows:
+            return True
         # First the launches that are under way: one that ends meanwhile counts twice, not never.
         done = int(self._report[0]) >> USED_BITS
         while self._under_way and self._under_way[0][0] <= done:
             self._under_way.popleft()
-        most = self._used + sum(n for _, n in self._under_way) + n_rows
-        return min(most, self.rows.parts.n_rows) <= overflow.capacity
+        most = sum(n for _, n in self._under_way) + n_rows
+        return self._used + most <= overflow.capacity
 
-    def _begin(self) -> bool:
-        """Have places on the device; the GPU writes nothing meanwhile."""
-        if self.device.type == "cuda" and not self._report_memory.ensure_pinned():
-            return False
-        with self._table_lock.writing(), self._lock:  # in the order of those who read
-            self.finish()
-            with torch.inference_mode(False):
-                self._make_places()
-        return True
-
-    def _make_places(self) -> None:
-        rows, parts = self.rows, self.rows.parts
+    def _grow(self, n_rows: int) -> None:
+        """Have room for `n_rows`, and for some batches more; the GPU writes nothing meanwhile."""
+        rows, parts, stale = self.rows, self.rows.parts, None
         if parts.layout == "inplace":
             # What a row may grow to, for those who fetch it.
             facts = parts.facts
@@ -166,14 +114,28 @@ class GpuWrites:
             if rows.overflow is None:
                 rows.overflow = Overflow(parts.n_rows, parts.row_words, pin=rows.pin)
             overflow = rows.overflow
+            ahead = max(2 * n_rows, min(BATCHES_AHEAD * n_rows, int(AHEAD_SHARE * parts.n_rows)))
+            stale = overflow.reserve_behind(min(ahead, parts.n_rows))
+            rows.overflow_moves += stale is not None
             self._copies.refresh(rows, {"moved": _NONE})
             free, used, capacity = overflow.free, overflow.used, overflow.capacity
+            self._check_locked(overflow.buffer)
+        self._check_locked(self._report_memory)
         self._counted -= int(self._report[1])  # which begins at 0 again
         self._places = OverflowPlaces.on(
             self.device, free, used, capacity, torch.from_numpy(self._report)
         )
         self._launches = 0
         self._under_way.clear()
+        if stale is not None:
+            stale.close()
+
+    def _check_locked(self, memory: HostBuffer) -> None:
+        if self.device.type == "cuda" and not memory.ensure_pinned():
+            raise BitslabError(
+                f"table: {memory.nbytes} bytes for rows that outgrow their place could not be "
+                "page-locked; give ids on the CPU, or raise the limit of locked memory"
+            )
 
     def write(self, batch: LeavingRows) -> None:
         """Pack rows into the table, for as many of which there is room, on torch's current stream.
@@ -199,6 +161,11 @@ class GpuWrites:
         """Return how many rows the GPU has reported as written since the last call."""
         before, self._counted = self._counted, int(self._report[1])
         return self._counted - before
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of the overflow area that were in use at the last report, about."""
+        return 4 * self.rows.parts.row_words * self._used
 
     # On the host
 
@@ -236,7 +203,6 @@ class GpuWrites:
     def restart(self) -> None:
         """Record that the host has changed rows; `finish` came before that."""
         self._places = None
-        self._under_way.clear()
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:

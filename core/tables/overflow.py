@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..engine.kernels.format import PAD_WORDS, ceil_div
-from ..engine.memory.growing import GrowingBuffer
+from ..engine.memory.host import HostBuffer
 
 FIRST_BYTES = 64 << 10  # initial capacity for rows
 
@@ -18,8 +18,7 @@ Array = np.ndarray[Any, Any]
 class Overflow:
     """Raw rows outside their table, and which rows they are.
 
-    The first word at a row's offset in the table is its index in the overflow area. The area has
-    addresses for all rows of the table, and takes memory as it grows; rows in it never move.
+    The first word at a row's offset in the table is its index in the overflow area.
 
     Parameters
     ----------
@@ -33,17 +32,14 @@ class Overflow:
 
     def __init__(self, n_rows: int, row_words: int, *, pin: bool) -> None:
         self._row_words = row_words
+        self._pin = pin
         self._moved = torch.zeros(ceil_div(n_rows, 32), dtype=torch.int32)
-        self._n_rows = n_rows
-        self._buffer = GrowingBuffer(self._bytes_of(n_rows), pin=pin)
+        self._buffer = self._allocate(0)
         self._used = 0
         self._free: list[int] = []
 
-    def _bytes_of(self, rows: int) -> int:
-        return 4 * (rows * self._row_words + PAD_WORDS)
-
-    def _allocate(self, rows: int) -> None:
-        self._buffer.grow(self._bytes_of(rows))
+    def _allocate(self, rows: int) -> HostBuffer:
+        return HostBuffer.allocate(4 * (rows * self._row_words + PAD_WORDS), pin=self._pin)
 
     @property
     def moved(self) -> torch.Tensor:
@@ -52,37 +48,18 @@ class Overflow:
 
     @property
     def words(self) -> torch.Tensor:
-        """int32, the rows that there is memory for."""
-        return self.all_words[: self.capacity * self._row_words + PAD_WORDS]
-
-    @property
-    def all_words(self) -> torch.Tensor:
-        """int32, the rows that there may be memory for one day, for who may not ask again."""
+        """int32, the rows; a new tensor whenever `reserve` reallocates."""
         return self._buffer.tensor.view(torch.int32)
 
     @property
+    def buffer(self) -> HostBuffer:
+        """The memory of the rows."""
+        return self._buffer
+
+    @property
     def capacity(self) -> int:
-        """Rows that the memory has room for; it grows by itself after `reserve_soon`."""
-        return max(0, self._buffer.nbytes // 4 - PAD_WORDS) // self._row_words
-
-    @property
-    def growing(self) -> bool:
-        """Whether the memory grows in the background."""
-        return self._buffer.growing
-
-    @property
-    def refused(self) -> bool:
-        """Whether memory in the background was refused lately."""
-        return self._buffer.refused
-
-    @property
-    def pinned(self) -> bool:
-        """Whether GPUs of this process can read all rows."""
-        return self._buffer.pinned
-
-    def ensure_pinned(self) -> bool:
-        """Page-lock what is not; return whether GPUs can read all rows."""
-        return self._buffer.ensure_pinned()
+        """Rows that the memory has room for."""
+        return (self._buffer.nbytes // 4 - PAD_WORDS) // self._row_words
 
     @property
     def used(self) -> int:
@@ -108,27 +85,24 @@ class Overflow:
         """Return which of the rows int64 ``[n]`` have moved."""
         return bits_at(self._moved, ids)
 
-    def reserve(self, rows: int) -> None:
-        """Make room for more rows.
-
-        Raises
-        ------
-        BitslabError
-            When the memory cannot be had.
-        """
+    def reserve(self, rows: int) -> HostBuffer | None:
+        """Make room for more rows; return the old buffer, to be closed later, if it is replaced."""
         capacity = self.capacity
         missing = self._used - len(self._free) + rows - capacity
-        if missing > 0:
-            least = FIRST_BYTES // (4 * self._row_words)
-            wanted = max(capacity + missing, 2 * capacity, least)
-            self._allocate(min(wanted, self._n_rows))
+        if missing <= 0:
+            return None
+        old = self._buffer
+        least = FIRST_BYTES // (4 * self._row_words)
+        fresh = self._allocate(max(capacity + missing, 2 * capacity, least))
+        fresh.tensor[: 4 * self._used * self._row_words] = old.tensor[
+            : 4 * self._used * self._row_words
+        ]
+        self._buffer = fresh
+        return old
 
-    def reserve_soon(self, rows: int, device: torch.device) -> None:
-        """Make room for so many rows in all, in the background, which a device can read.
-
-        See `GrowingBuffer.grow_soon`.
-        """
-        self._buffer.grow_soon(self._bytes_of(min(rows, self._n_rows)), device)
+    def reserve_behind(self, rows: int) -> HostBuffer | None:
+        """Make room for more rows, none of which takes a free index; see `reserve`."""
+        return self.reserve(rows + len(self._free))
 
     def follow(self, moved: torch.Tensor, used: int, free: torch.Tensor) -> None:
         """Take over what others have put here and released.
@@ -164,7 +138,8 @@ class Overflow:
         fresh = len(new) - len(reused)
         indices[new[len(reused) :]] = np.arange(self._used, self._used + fresh)
         self._used += fresh
-        area = self.words.numpy().view(np.uint32)[: self.capacity * self._row_words]
+        capacity = self._buffer.nbytes // 4 - PAD_WORDS
+        area = self.words.numpy().view(np.uint32)[: capacity // self._row_words * self._row_words]
         area.reshape(-1, self._row_words)[indices] = rows
         words[at[new]] = indices[new]
         set_bits(self._moved, ids[new], True)

@@ -40,6 +40,8 @@ class HostRows:
         #: Whether the codec's kernels gather on GPUs.
         self.for_gpus = "cuda" in parts.codec.device_types
         self.overflow: Overflow | None = None
+        #: How often the overflow area took other memory: what holds `storage` is out of date then.
+        self.overflow_moves = 0
         #: Whether rows were updated since they were packed.
         self.dirty = False
         #: Whether rows that move are page-locked too.
@@ -92,11 +94,6 @@ class HostRows:
         """Bytes of the overflow area."""
         return 0 if self.overflow is None else self.overflow.nbytes
 
-    @property
-    def overflow_capacity(self) -> int:
-        """Rows that the overflow area has room for; where it has grown, `storage` has changed."""
-        return 0 if self.overflow is None else self.overflow.capacity
-
     def settle(self) -> None:
         """Hear of rows that a GPU has written by itself, after it is done."""
         if self.pull is not None:
@@ -109,18 +106,6 @@ class HostRows:
             return self.parts.storage()
         moved = {"moved": self.overflow.moved, "overflow": self.overflow.words}
         return self.parts.storage(moved, self.overflow.rows)
-
-    def gpu_storage(self) -> TableStorage:
-        """Return the rows for a GPU, which has the overflow area's addresses for all rows.
-
-        So it need not hear when the area grows. Where it writes rows by itself, any may become raw.
-        """
-        storage, overflow = self.storage(), self.overflow
-        if overflow is None:
-            return storage
-        moved = {"moved": overflow.moved, "overflow": overflow.all_words}
-        moved_rows = overflow.rows if self.pull is None else self.parts.facts["packed_rows"]
-        return self.parts.storage(moved, moved_rows)
 
     def decode(self, ids: torch.Tensor, data: torch.Tensor, **more: Any) -> int:
         """Gather items to uint8 ``[n, item_bytes]`` on the CPU; see `RowKernels.gather`."""
@@ -252,10 +237,12 @@ class HostRows:
         raw_in_table = room == 0
         fits = (lengths > 0) & (lengths <= room)
         overflows = ~raw_in_table & ~fits
+        stale = None
         if overflows.any():
             if self.overflow is None:
                 self.overflow = Overflow(self.parts.n_rows, row_words, pin=self.pin)
-            self.overflow.reserve(int(overflows.sum()))
+            stale = self.overflow.reserve(int(overflows.sum()))
+            self.overflow_moves += stale is not None
         if self.overflow is not None:
             self.overflow.release(ids[fits], words, at[fits])
             self.overflow.put(ids[overflows], raw[overflows], words, at[overflows])
@@ -275,6 +262,8 @@ class HostRows:
             kept = ids[fits]
             tensors["row_clusters"].numpy()[kept] = packed.parts["row_clusters"].numpy()[fits]
             changed["row_clusters"] = kept
+        if stale is not None:
+            stale.close()
         return changed
 
     def close(self) -> None:

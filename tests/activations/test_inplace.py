@@ -127,16 +127,16 @@ def test_a_change_while_the_copy_is_under_way(monkeypatch: pytest.MonkeyPatch) -
     """The thread that copies is held until the change is made: nobody gets the changed bytes."""
     import threading
 
-    from bitslab.activations import crossing
+    from bitslab.activations import executor
 
     go = threading.Event()
-    real = crossing.copy_on_host
+    real = executor._copy
 
     def held(*args: object) -> None:
         go.wait(10)
         real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(crossing, "copy_on_host", held)
+    monkeypatch.setattr(executor, "_copy", held)
     offload = offloaded("in-flight")
     x = leaf()
     with offload:

@@ -9,7 +9,6 @@ import torch
 
 import bitslab
 from bitslab.embedding.resident_cache import FIRST_LOOKS, LOOK_EVERY, MissRate
-from bitslab.engine.memory import page_locking
 from bitslab.errors import BitslabError
 from bitslab.integrations.embedding import CachedEmbedding, CachedEmbeddingBag, EvictionStrategy
 from bitslab.tables.counters import HOST, Counters
@@ -110,10 +109,8 @@ def test_rows_that_would_come_more_slowly_are_kept_raw_with_a_note():
 
 
 @pytest.mark.parametrize("freeze", [True, False], ids=["frozen", "trainable"])
-@pytest.mark.parametrize("dim", [32, 2048], ids=["short", "long"])
-def test_a_table_loaded_anew_is_packed_only_where_that_pays(dim, freeze):
-    """Rows that are trained come and go faster raw, unless they pack very well."""
-    packed = dim > 32 and freeze
+@pytest.mark.parametrize(("dim", "packed"), [(32, False), (2048, True)], ids=["short", "long"])
+def test_a_table_loaded_anew_is_packed_only_where_that_pays(dim, packed, freeze):
     _, cached = pair(dim=dim, codec="auto", freeze=freeze)
     fresh = torch.randn(N_ROWS, dim).mul_(0.05)
     cached.load_state_dict({"weight": fresh})
@@ -348,29 +345,3 @@ def test_writes_to_a_parameter_on_the_gpu_are_taken_or_refused(ids_on):
     for use in (lambda: refused(ids), refused.state_dict, refused.flush):
         with pytest.raises(BitslabError, match="changed in place"):
             use()
-
-
-class RefusingRegistrar(page_locking.CudaRegistrar):
-    """Page-locks nothing that a page or more takes."""
-
-    def register(self, address, nbytes):
-        return "enough is locked" if nbytes >= 4096 else super().register(address, nbytes)
-
-
-@pytest.mark.parametrize("refuses", [False, True], ids=["locked", "refused"])
-@pytest.mark.parametrize("dim", [512, 4096])
-def test_long_rows_that_outgrow_their_place_follow_nn_embedding_bag(monkeypatch, dim, refuses):
-    """Memory for them is page-locked in the background; where that is refused, the host helps."""
-    plain, cached = pair(dim=dim, cache_ratio=0.02, sparse=True)
-    if refuses:
-        monkeypatch.setattr(page_locking, "registrar", RefusingRegistrar())
-        monkeypatch.setattr(page_locking, "_warned_of_refusal", True)
-    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, cached)]
-    for number in range(12):
-        ids, offsets = batch()
-        for each, optimizer in zip((plain, cached), optimizers, strict=True):
-            optimizer.zero_grad()
-            (each(ids, offsets).sum() * (1.0, 1e4, 1e-4)[number % 3]).backward()
-            optimizer.step()
-    assert torch.allclose(cached.weight, plain.weight.cpu(), rtol=1e-5, atol=1e-6)
-    assert refuses or cached.stats()["overflow_bytes"] > 0

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import threading
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from bitslab import BitslabError, CompressedTable, SlabCache
+from bitslab import CompressedTable, SlabCache
 from bitslab.embedding import store
-from bitslab.engine.kernels import rewriting
-from bitslab.engine.memory import growing
-from bitslab.tables import gpu_writes
 from bitslab.tables.gpu_writes import GpuWrites
 from bitslab.tables.overflow import Overflow
 from tests.embedding.on_device import on_simulated_gpu
@@ -70,13 +66,12 @@ def rows_in_slots(pair: Pair) -> torch.Tensor:
     return pair.rows.device_slots.columns.row_in
 
 
-def refused(*args, **kwargs):
-    raise AssertionError("the host was asked")
-
-
 @contextlib.contextmanager
 def without_the_host():
     """Refuse that the host packs rows into a table, or looks at what a GPU has packed."""
+
+    def refused(*args, **kwargs):
+        raise AssertionError("the host was asked")
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompressedTable, "update", refused)
@@ -192,132 +187,22 @@ def test_the_overflow_area_grows_before_it_is_full(runner, monkeypatch):
     pair.check()
 
 
-def test_no_step_packs_the_table_again_but_a_flush_does(runner, monkeypatch):
-    """That is a pass over all rows, which takes seconds of a large table."""
+def test_the_table_is_packed_again_when_rows_have_outgrown_their_places(runner, monkeypatch):
     monkeypatch.setattr(store, "REPACK_BYTES", 0)
-    pair = made(cache_rows=4)
-    pair.train(range(5))
-    with without_the_host(), monkeypatch.context() as patch:
-        patch.setattr(CompressedTable, "compact", refused)
-        for number in range(30):
-            scale(pair, [(5 * number + k) % N_ROWS for k in range(5)], 1e15)
-    moved = pair.rows.table.stats()["moved_rows"]
-    assert moved > N_ROWS / 2 and overflow_of(pair).capacity <= N_ROWS
-    pair.rows.flush()
-    assert pair.rows.stats()["overflow_bytes"] == 0
-    scale(pair, [1, 2, 3], 1e15)
-    pair.check()
-
-
-def test_what_a_device_knows_of_a_table_remains_while_the_overflow_area_grows(runner, monkeypatch):
-    """No row moves, and who is launched need not be told: steps neither copy rows nor wait."""
-    monkeypatch.setattr("bitslab.tables.gpu_writes.BATCHES_AHEAD", 1)
-    pair = made(cache_rows=4)
-    scale(pair, [0, 1, 2], 1e15)
-    rows, copies = pair.rows.table._rows, pair.rows.table._gathers._copies
-    before, device = overflow_of(pair).capacity, pair.rows.device
-    storage = copies.get(device, rows)[0]
-    with without_the_host():
-        for number in range(14):
-            scale(pair, list(range(4 * number, 4 * number + 4)), 1e15)
-    assert overflow_of(pair).capacity > before and copies.get(device, rows)[0] is storage
-    assert same_bits(pair.rows.whole(), pair.plain)
-
-
-def memory_is_refused(patch, *, by_locking: bool = False):
-    """Refuse memory that is taken in the background; what the host takes itself is there."""
-    was = growing.GrowingBuffer._grow_by_piece
-
-    def grow(self, nbytes, *, only_pinned):
-        if threading.current_thread().name != growing.THREAD_NAME:
-            return was(self, nbytes, only_pinned=only_pinned)
-        if by_locking:
-            return False
-        raise BitslabError("nbytes: no room")
-
-    patch.setattr(growing.GrowingBuffer, "_grow_by_piece", grow)
-    patch.setattr(growing, "RETRY_SECONDS", 0.0)
-
-
-@pytest.mark.parametrize("by_locking", [False, True], ids=["not-had", "not-locked"])
-def test_where_memory_is_refused_the_host_packs_rows(runner, monkeypatch, by_locking):
     monkeypatch.setattr("bitslab.tables.overflow.FIRST_BYTES", 0)
-    pair, by_host = made(cache_rows=4), []
-    with monkeypatch.context() as patch:
-        memory_is_refused(patch, by_locking=by_locking)
-        for number, ids in enumerate(drawn(9, 16)):
-            scale(pair, ids, (1e12, 1.0, 1e-12)[number % 3])
-            assert pair.rows.owned_by_device
-            by_host.append(writes_or_none(pair) is None)
-        pair.check()
-    # The host takes as much as it needs, in which small batches find room.
-    assert by_host[0] and sum(by_host) > 5
-    for ids in drawn(10, 8):
-        scale(pair, ids, 1e3)
-    assert writes_or_none(pair) is not None
-    pair.check()
-
-
-def test_where_memory_is_refused_later_the_host_packs_rows_too(runner, monkeypatch):
-    monkeypatch.setattr("bitslab.tables.overflow.FIRST_BYTES", 0)
-    monkeypatch.setattr("bitslab.tables.gpu_writes.BATCHES_AHEAD", 1)
-    pair, asked = made(cache_rows=4), []
-    scale(pair, [0, 1, 2], 1e15)
-    assert writes_or_none(pair) is not None
-    memory_is_refused(monkeypatch)
-    for number in range(14):
-        scale(pair, list(range(4 * number, 4 * number + 4)), 1e15)
-        asked.append(writes_or_none(pair) is None)
-    assert not asked[0] and asked[-1]
-    pair.check()
-
-
-@pytest.mark.parametrize("bound", ["MOST_BATCH_BYTES", "MEMORY_SHARE"])
-def test_rows_of_a_batch_that_might_take_too_much_memory_are_packed_by_the_host(
-    runner, monkeypatch, bound
-):
-    monkeypatch.setattr("bitslab.tables.overflow.FIRST_BYTES", 0)
-    monkeypatch.setattr("bitslab.tables.gpu_writes.BATCHES_AHEAD", 1)
-    row_bytes = 4 * DIM
-    least = {"MOST_BATCH_BYTES": 6 * row_bytes, "MEMORY_SHARE": 6 * row_bytes / (1 << 30)}
-    monkeypatch.setattr(gpu_writes, bound, least[bound])
-    monkeypatch.setattr(gpu_writes, "available_bytes", lambda: 1 << 30)
     pair = made(cache_rows=4)
-    for ids, by_host in (((1, 2, 3), False), (range(20, 40), True), ((5, 6, 7, 8), False)):
-        scale(pair, list(ids), 1e12)
-        assert (writes_or_none(pair) is None) == by_host
+    packed_again = []
+    was = CompressedTable.compact
+
+    def compact(self, *args, **kwargs):
+        packed_again.append(writes_of(pair).moved_bytes)
+        was(self, *args, **kwargs)
+
+    monkeypatch.setattr(CompressedTable, "compact", compact)
+    for number in range(30):
+        scale(pair, [(5 * number + k) % N_ROWS for k in range(5)], 1e15)
+    assert 1 <= len(packed_again) < 10 and min(packed_again) > 0
     pair.check()
-
-
-def test_a_lookup_waits_until_the_device_has_reported_that_there_is_room(runner, monkeypatch):
-    """The host knows of batches under way that each row may outgrow its place, and no more."""
-    monkeypatch.setattr("bitslab.tables.gpu_writes.BATCHES_AHEAD", 1)
-    pair = made(cache_rows=4)
-    pair.train((1, 2, 3), (4, 5, 6))
-    writes = writes_of(pair)
-    memory_is_refused(monkeypatch)
-    writes._under_way.append((writes._launches + 1, N_ROWS))  # one that has not reported
-    slept: list[float] = []
-
-    def sleep(seconds):
-        slept.append(seconds)
-        if len(slept) == 3:
-            writes._launches += 1
-            writes._report[0] += 1 << rewriting.USED_BITS
-
-    monkeypatch.setattr("bitslab.tables.gpu_writes.time.sleep", sleep)
-    monkeypatch.setattr(writes, "_sent", Waiting())
-    assert writes.reserve(2) and len(slept) == 3
-
-
-class Waiting:
-    """An event that has not passed."""
-
-    def query(self):
-        return False
-
-    def synchronize(self):
-        pass
 
 
 def test_rows_with_copies_elsewhere_are_packed_by_the_host(runner):

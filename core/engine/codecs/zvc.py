@@ -127,9 +127,7 @@ class _FlatZvc(FlatCodec):
     def encode(self, flat: torch.Tensor, data: torch.Tensor, sm_budget: int | None = None) -> None:
         layout = self._layout
         kernels = kernels_for(self._device)
-        # Kernels of a GPU want its address alone: a view takes as long as a launch.
-        x = flat if flat.is_cuda else flat.view(torch.uint8)
-        kernels.encode_zvc(x, layout, layout.form, data, sm_budget)
+        kernels.encode_zvc(flat.view(torch.uint8), layout, layout.form, data, sm_budget)
 
     def decode(self, data: torch.Tensor) -> torch.Tensor:
         layout = self._layout
@@ -137,8 +135,7 @@ class _FlatZvc(FlatCodec):
             _check_room(data, layout)
         found = torch.empty(self.elements, dtype=self.dtype, device=self._device)
         kernels = kernels_for(self._device)
-        out = found if found.is_cuda else found.view(torch.uint8)
-        kernels.decode_zvc(data, layout, layout.form, out)
+        kernels.decode_zvc(data, layout, layout.form, found.view(torch.uint8))
         return found
 
 

@@ -5,7 +5,7 @@ See cuda/rewrite.cu, and `kernels.cpu.rewrite_rows`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ class OverflowPlaces:
     Parameters
     ----------
     free : torch.Tensor
-        int32 ``[places of the area]`` or more on the device: the free ones first.
+        int32 ``[places of the area]`` on the device: the free ones first.
     state : torch.Tensor
         int64 ``[STATE_WORDS]`` there.
     report : torch.Tensor
@@ -67,17 +67,6 @@ class OverflowPlaces:
         state[USED], state[FREE] = used, len(free)
         report.numpy()[:] = used, 0
         return cls(listed.to(device), state.to(device), report)
-
-    def widened(self, places: int) -> OverflowPlaces:
-        """Return the places of an area that has grown to so many, which goes on where this was.
-
-        The current stream of a GPU is that of the launches before.
-        """
-        listed = self.free.new_zeros(places)
-        listed[: len(self.free)] = self.free
-        if self.free.is_cuda:
-            self.free.record_stream(torch.cuda.current_stream(self.free.device))
-        return replace(self, free=listed)
 
 
 class LeavingRows(NamedTuple):

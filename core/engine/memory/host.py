@@ -22,13 +22,7 @@ import torch
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
 from .numa import nearest_node, prefer_node
 from .page_locking import MappedMemory, release_or_wait, release_waiting
-from .page_taking import (
-    HUGE_PAGE_BYTES,
-    MIN_FILE_THREADS,
-    available_cores,
-    take_pages,
-    threads_for,
-)
+from .page_taking import HUGE_PAGE_BYTES, MIN_FILE_THREADS, take_pages, threads_for
 
 #: Whether memory is page-locked: now (or, with no GPU to be had, at the first use by one), never,
 #: or at the first use by a GPU.
@@ -37,8 +31,6 @@ Pin = bool | Literal["lazily"]
 #: Buffers from this size on are first compared with the memory that is available; for smaller ones
 #: that costs as much as the buffer.
 LARGE_BYTES = 16 << 20
-#: Threads that take the pages of a piece; see `HostBuffer.take_piece`.
-PIECE_THREADS = min(4, available_cores())
 #: Called where memory is lacking: each returns what its owner holds idle to the system.
 reclaimers: list[Callable[[], object]] = []
 
@@ -154,36 +146,6 @@ class HostBuffer:
             buffer = cls._taken(nbytes, pin, private)
         if pin is True:
             buffer.ensure_pinned()
-        return buffer
-
-    @classmethod
-    def reserve(cls, nbytes: int, *, near_gpu: bool = False) -> HostBuffer:
-        """Make a buffer of zeros that takes no memory yet; see `take_piece`.
-
-        Parameters
-        ----------
-        nbytes : int
-            Size in bytes.
-        near_gpu : bool
-            Whether its memory is to be on the NUMA node of the current GPU.
-
-        Raises
-        ------
-        BitslabError
-            When the system refuses.
-        """
-        release_waiting()
-        token, fd = secrets.token_hex(8), None
-        try:
-            fd = make_file(token, nbytes, taken=False)
-            buffer = cls(fd, nbytes, token, False, owner=True)
-        except OSError as error:
-            if fd is not None:
-                os.close(fd)
-            raise BitslabError(f"nbytes: {nbytes} bytes of address space: {error}") from error
-        node = nearest_node() if near_gpu and nbytes else None
-        if node is not None:
-            prefer_node(buffer.tensor.data_ptr(), nbytes, node)
         return buffer
 
     @classmethod
@@ -364,41 +326,6 @@ class HostBuffer:
                 self.tensor[:: mmap.PAGESIZE].zero_()
             else:
                 os.posix_fallocate(self._fd, 0, self.nbytes)
-
-    def take_piece(self, begin: int, nbytes: int, *, pin: bool) -> bool:
-        """Take pages of a buffer that `reserve` returned, and page-lock them.
-
-        Parameters
-        ----------
-        begin, nbytes : int
-            Whole pages, or up to the end.
-        pin : bool
-            Whether to page-lock them, which is done once for each page.
-
-        Returns
-        -------
-        bool
-            Whether they are page-locked.
-
-        Raises
-        ------
-        BitslabError
-            When the memory cannot be had.
-        """
-        check_available(nbytes)
-        collapse = self._fd is not None and self.nbytes >= LARGE_BYTES  # see `__init__`
-        try:
-            address = self.tensor.data_ptr() + begin
-            taken = take_pages(address, nbytes, PIECE_THREADS, collapse=collapse)
-            if not taken and self._fd is not None:
-                os.posix_fallocate(self._fd, begin, nbytes)
-        except OSError as error:
-            raise BitslabError(f"nbytes: {nbytes} bytes of host memory: {error}") from error
-        return pin and self.pin_piece(begin, nbytes)
-
-    def pin_piece(self, begin: int, nbytes: int) -> bool:
-        """Page-lock pages that `take_piece` has taken; return whether the system does so."""
-        return self._memory is not None and self._memory.pin_piece(begin, nbytes)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _copy_of, (self.tensor, self._pin)

@@ -106,7 +106,6 @@ class MappedMemory(mmap.mmap):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._lock = threading.Lock()
-        self._registered: list[int] = []  # where the ranges begin
 
     def is_pinned(self) -> bool:
         """Return whether this process has it page-locked."""
@@ -124,27 +123,13 @@ class MappedMemory(mmap.mmap):
                     "host memory cannot be page-locked while a graph is captured: gather from it "
                     "once before the capture, or call ensure_pinned()"
                 )
-            self.refused = not self._register(0, self.nbytes)
+            reason = registrar.register(self.address, self.nbytes)
+            if reason:
+                self.refused = True
+                _warn_of_refusal(self.nbytes, reason)
+            else:
+                self._registered_by = os.getpid()
         return self.is_pinned()
-
-    def pin_piece(self, begin: int, nbytes: int) -> bool:
-        """Page-lock a range of pages, each of them once; False when the system refuses.
-
-        It refuses while a graph is captured, and may not the next time. Kernels read over several
-        such ranges at once, copies do not.
-        """
-        with self._lock:
-            capturing = registrar.available() and registrar.capturing()
-            return registrar.available() and not capturing and self._register(begin, nbytes)
-
-    def _register(self, begin: int, nbytes: int) -> bool:
-        reason = registrar.register(self.address + begin, nbytes)
-        if reason:
-            _warn_of_refusal(nbytes, reason)
-            return False
-        self._registered.append(self.address + begin)
-        self._registered_by = os.getpid()
-        return True
 
     def release(self) -> bool:
         """Unlock the pages once; False when that has to wait for the end of a graph capture."""
@@ -155,9 +140,7 @@ class MappedMemory(mmap.mmap):
                 if registrar.capturing():
                     return False
                 registrar.synchronize()
-                for address in self._registered:
-                    registrar.unregister(address)
-                self._registered.clear()
+                registrar.unregister(self.address)
                 self._registered_by = 0
         return True
 

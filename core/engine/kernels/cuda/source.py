@@ -79,7 +79,6 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "unpack": ("unpack_rest",),
     "decode": ("decode_rows", "decode_long_rows", "decode_short_rows"),
     "gather": ("gather_rows", "gather_long_rows", "gather_short_rows"),
-    "join": ("join_rows",),
     "copy": ("copy_rows",),
     "ids": ("check_ids", "reset_order", "count_ids", "order_ids", "rows_of_keys"),
     "map": ("insert_ids", "find_ids"),
@@ -239,8 +238,8 @@ class Variant:
     Parameters
     ----------
     file : str
-        ``"count"``, ``"encode"``, ``"rewrite"``, ``"pack"``, ``"decode"``, ``"gather"``,
-        ``"join"`` or ``"typed_gemm"``, whose chunks are the values that it multiplies.
+        ``"count"``, ``"encode"``, ``"rewrite"``, ``"pack"``, ``"decode"``, ``"gather"`` or
+        ``"typed_gemm"``, whose chunks are the values that it multiplies.
     chunk_bytes, code_bits, grouped, uniform
         As in RowFormat; counting knows only chunk_bytes.
     vector : int
@@ -293,7 +292,7 @@ class Variant:
             return defines | {"PAD_WORDS": PAD_WORDS, "MIN_BLOCKS": PACK_BLOCKS}
         first_codes = sum(1 << self.code_bits * v for v in range(self.vector))
         wide = self.vector > 1
-        if self.file in ("gather", "join"):
+        if self.file == "gather":
             defines |= CACHE_DEFINES
         elif self.file == "typed_gemm":
             defines |= CACHE_DEFINES | PRODUCT_DEFINES[self.chunk_bytes] | {"PACKED": 1}
@@ -325,7 +324,7 @@ class Variant:
         words = [self.file, f"{self.chunk_bytes}B", f"k{self.code_bits}"]
         words.append("uniform" if self.uniform else "positional")
         words += ["grouped"] if self.grouped else []
-        words += [f"v{self.vector}"] if self.file in ("decode", "gather", "join") else []
+        words += [f"v{self.vector}"] if self.file in ("decode", "gather") else []
         words += ["bytes"] if self.byte_field else []
         words += [word for word in ("words", "counted", "overlapped") if getattr(self, word)]
         return "-".join(words)
@@ -602,8 +601,6 @@ def all_variants() -> Iterator[AnyVariant]:
             if uniform:  # as all rows of whole tensors
                 yield Variant("decode", width, bits, grouped, uniform, vector, counted=True)
             yield Variant("gather", width, bits, grouped, uniform, vector)
-            if vector >= MIN_SHORT_VECTOR:
-                yield Variant("join", width, bits, grouped, uniform, vector)
         if uniform and width in WORD_CHUNKS:
             by_words = Variant(
                 "decode", width, bits, grouped, True, widest_vector(width, True), words=True
@@ -621,7 +618,7 @@ def all_variants() -> Iterator[AnyVariant]:
         yield Variant("rewrite", width, 3, grouped, True, byte_field=True)
         yield Variant("pack", width, 3, grouped, True, byte_field=True)
         widest = widest_vector(width, True)
-        for file in ("decode", "gather", "join", "typed_gemm"):
+        for file in ("decode", "gather", "typed_gemm"):
             yield Variant(file, width, 3, grouped, True, widest, True)
         yield Variant("decode", width, 3, grouped, True, widest, True, counted=True)
         yield Variant("typed_gemm", width, 3, grouped, True, widest, True, overlapped=True)

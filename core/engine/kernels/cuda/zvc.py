@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from ..blob_format import ALIGN_BYTES, ZvcLayout, zvc_blocks, zvc_threads
-from .driver import zero_words
 from .parameters import Address, Int32, Int64, Parameters, Value
 from .runner import Launch, Runner
 from .source import zvc_variant
@@ -89,17 +88,15 @@ class ZvcKernels:
         values: torch.Tensor | None = None,
         fill_bytes: int = ALIGN_BYTES,
     ) -> None:
-        """Encode a tensor; see `kernels.cpu.encode_zvc`. `x` may have any dtype."""
+        """Encode a tensor; see `kernels.cpu.encode_zvc`."""
         found = self._encoders.get((id(layout), form, fill_bytes))
         launch = self._bind_encoder(layout, form, fill_bytes) if found is None else found[1]
-        if (x_at := x.data_ptr()) % layout.unit_bytes:
-            x = aligned_to(x, layout.unit_bytes)
-            x_at = x.data_ptr()
-        states = zero_words(layout.blocks + 1, x.device)
+        x = aligned_to(x, layout.unit_bytes)
+        states = torch.zeros(layout.blocks + 1, dtype=torch.int64, device=x.device)
         address = data.data_ptr()
         launch(
             self._blocks(layout, sm_budget, decodes=False),
-            x_at,
+            x.data_ptr(),
             address,
             address + layout.values_at if values is None else values.data_ptr(),
             states.data_ptr(),
@@ -114,10 +111,7 @@ class ZvcKernels:
         sm_budget: int | None = None,
         values: torch.Tensor | None = None,
     ) -> None:
-        """Decode a tensor; see `kernels.cpu.decode_zvc`. Damage is in the mailbox.
-
-        `out` may have any dtype.
-        """
+        """Decode a tensor; see `kernels.cpu.decode_zvc`. Damage is in the mailbox."""
         found = self._decoders.get((id(layout), form))
         launch = self._bind_decoder(layout, form) if found is None else found[1]
         address, nbytes = data.data_ptr(), data.shape[0]
