@@ -41,7 +41,10 @@ class UncountedCoder(CpuCoder):
     def encode_vectors(
         self, values: Sequence[torch.Tensor], options: Any, out: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return _uncounted(super().encode_vectors, values, options, out)
+        found: tuple[torch.Tensor, torch.Tensor] = _uncounted(
+            super().encode_vectors, values, options, out
+        )
+        return found
 
     def decode_vectors(
         self, bodies: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], bounded: Any
@@ -93,7 +96,7 @@ def _calls_of(codec: str, tables: int, ranks: int) -> tuple[int, int]:
             try:
                 if backward:
                     assert isinstance(total, torch.Tensor)
-                    total.backward()  # type: ignore[no-untyped-call]
+                    total.backward()
                 else:
                     out = exchange.exchange_tables(inputs, sizes, sizes)
             finally:

@@ -161,7 +161,7 @@ def decisions_there(rank: int, ranks: int) -> dict[str, Any]:
         time.sleep(0.002 + given.nbytes / 1e6)
         return of_torch(output, given, *args, **options)
 
-    slow = {
+    slow: dict[str, Any] = {
         "coding": mock.patch.object(CpuCoder, "encode_vectors", slow_coder),
         "link": mock.patch.object(dist, "all_to_all_single", slow_link),
     }
@@ -212,7 +212,7 @@ def of_kept_sizes(rank: int, ranks: int) -> dict[str, str]:
     more_rows = {t.name: rows_of(t, 4 * ranks + 2, rank) for t in planned}
     sizes, longer = dict.fromkeys(rows, even), dict.fromkeys(rows, more)
     own = sizes if rank else dict.fromkeys(rows, [6] * ranks)
-    seen = {}
+    seen: dict[str, str] = {}
     with coded_where_rows_are():
         exchange.exchange_tables(rows, sizes, sizes)
         exchange.exchange_tables(more_rows, own, longer)  # all send rank 0 more rows
@@ -223,7 +223,7 @@ def of_kept_sizes(rank: int, ranks: int) -> dict[str, str]:
             ),
             "rows": lambda: exchange.exchange_tables(more_rows, sizes, sizes),
             "unknown": lambda: exchange.exchange_tables(rows, sizes, sizes | {"c": even}),
-            "a tensor": lambda: exchange.exchange_tables(rows | {"a": [1]}, sizes, sizes),  # type: ignore[dict-item]
+            "a tensor": lambda: exchange.exchange_tables(rows | {"a": [1]}, sizes, sizes),  # type: ignore[arg-type]
         }
         seen |= {name: error_of(call) for name, call in calls.items()}
         # Both sizes are known, and now not those that the others have.

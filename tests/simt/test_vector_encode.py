@@ -270,8 +270,12 @@ def test_calls_of_the_same_shapes_share_a_plan_whatever_their_bounds(monkeypatch
     """Bounds are those of each call, as numbers or where the rows are; shapes are checked anew."""
     made = []
     real = VectorPlan.encoding.__func__  # type: ignore[attr-defined]
-    counted = classmethod(lambda *args: made.append(args) or real(*args))
-    monkeypatch.setattr(VectorPlan, "encoding", counted)
+
+    def counted(*args):
+        made.append(args)
+        return real(*args)
+
+    monkeypatch.setattr(VectorPlan, "encoding", classmethod(counted))
     kernels = VectorEncodeKernels(SimtRunner())
     tensors = [rows_of(90, 8, 30), rows_of(90, 8, 30, 1)]
     out = torch.zeros(send_bytes(tensors), dtype=torch.uint8)
