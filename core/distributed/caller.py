@@ -20,10 +20,11 @@ from ..errors import ArgumentError
 from .buffers import MOST_BYTES, Buffers
 from .device import DeviceExchange
 from .exchange import Exchange
-from .faults import Faults
+from .faults import ExchangeError, Faults
 from .helpers import helper_of
 from .layout import Kept, Layout, Plain, Rows, sizes_of_tables
 from .selection import (
+    COMPRESSED,
     MODES,
     PIECES,
     PLAIN,
@@ -109,7 +110,13 @@ class Caller:
 
     def is_plain(self, way: int = 0) -> bool:
         """Return whether torch's own collective delivers the next exchange."""
-        return self.codec == "raw" or self.decision.modes[way] == PLAIN
+        return self.codec == "raw" or self._mode(way) == PLAIN
+
+    def _mode(self, way: int) -> str:
+        """Return how the next exchange crosses; nothing is decided but by "auto"."""
+        if self.codec == "auto":
+            return self.decision.modes[way]
+        return PIECES if self._pieces > 1 else COMPRESSED
 
     def copied_rank(self, group: dist.ProcessGroup) -> int | None:
         """Return the rank of a group whose rows are copied: this one, or None for none."""
@@ -181,13 +188,16 @@ class Caller:
             counters,
             self.faults,
             buffers=self.buffers,
-            pieces=self._pieces if self.decision.modes[way] == PIECES else 1,
+            pieces=self._pieces if self._mode(way) == PIECES else 1,
             lane=self._pieces_lane(),
             numbers=numbers,
         )
-        of_ranks = exchange.run()
-        if numbers:
-            self.decision.decide(of_ranks)
+        try:
+            exchange.run()
+        finally:
+            # Also where this rank alone fails: the others go on with what was decided.
+            if numbers and exchange.of_ranks is not None:
+                self.decision.decide(exchange.of_ranks)
         record = self.decision.records[way]
         record.calls += 1
         for name in RECORDED:
@@ -238,7 +248,7 @@ class Caller:
         self.faults.check()
         if self.codec == "auto" and self.decision.is_due(way):
             self._measure_modes(group, tables, way, layout)
-        mode = self.decision.modes[way]
+        mode = self._mode(way)
         if mode == PLAIN:
             return self._plain(group, tables, self.counters[way], layout, async_op=async_op)
         exchange = self._coded(group, tables, self.counters[way], layout, mode)
@@ -283,6 +293,25 @@ class Caller:
             seconds.append(min(took[1:], default=-1.0))
         self._agree(group, seconds, device, partial(self.decision.decide_way, way))
 
+    def _together(
+        self, group: dist.ProcessGroup, device: torch.device, error: Exception | None
+    ) -> None:
+        """Wait for all ranks; where one has failed alone, all of them raise.
+
+        Else it would not take part in what the others do next.
+        """
+        failed = torch.full((1,), float(error is not None), device=device)
+        stage = partial(dist.all_reduce, failed, dist.ReduceOp.MAX, group=group)
+        self.faults.stage("sizes", stage)
+        if not float(failed):
+            return
+        if error is not None:
+            self.faults.reported()
+            raise error
+        reason = "another rank failed in an exchange by which modes are measured"
+        self.faults.failed(reason, known_to_all=True)
+        raise ExchangeError(reason)
+
     def _seconds_of(
         self,
         group: dist.ProcessGroup,
@@ -299,16 +328,22 @@ class Caller:
             replace(t, repeats=None if t.repeats is None else list(t.repeats), places=[])
             for t in tables
         ]
-        begin = torch.zeros(1, device=device)
-        self.faults.stage("sizes", lambda: dist.all_reduce(begin, group=group))
-        _wait(device)
-        started = time.perf_counter()
-        if mode == PLAIN:
-            self._plain(group, copies, Counters(), layout)
-        else:
-            self._coded(group, copies, Counters(), layout, mode).run()
-        _wait(device)
-        return time.perf_counter() - started
+        self._together(group, device, None)
+        started, failed = time.perf_counter(), None
+        try:
+            if mode == PLAIN:
+                self._plain(group, copies, Counters(), layout)
+            else:
+                self._coded(group, copies, Counters(), layout, mode).run()
+            _wait(device)
+        except Exception as error:
+            if not self.faults.to_report:  # all know, or the group is of no more use
+                raise
+            failed = error
+        seconds = time.perf_counter() - started
+        if mode != PLAIN:
+            self._together(group, device, failed)
+        return seconds
 
     def _pieces_lane(self) -> ThreadLane | None:
         if self._pieces > 1 and self._lane is None:

@@ -106,6 +106,8 @@ class Exchange:
         )
         self._compared = False
         self._difference: Difference | None = None
+        #: The numbers of each rank, once they have crossed.
+        self.of_ranks: list[list[int]] | None = None
 
     def run(self) -> list[list[int]]:
         """Exchange, and write what came, or raise.
@@ -139,6 +141,7 @@ class Exchange:
                     self._encoding_failed(error, lambda: self._reported(expected))
                     raise
                 found = self._stages(sent, expected)
+                self.of_ranks = found.numbers
                 self._check()
                 self._decode(0, found)
             else:
@@ -177,6 +180,7 @@ class Exchange:
             self._faults.broken(f"waiting for pieces: {error!r:.200}")
             raise
         first = tasks[0].result()
+        self.of_ranks = first.numbers
         self._check()
         for piece, task in enumerate(tasks):
             self._decode(piece, task.result())

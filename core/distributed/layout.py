@@ -13,7 +13,7 @@ from .agreement import Agreement, TableSizes
 from .messages import REFERENCES, Array, Candidate, Repeats
 
 #: Layouts that a caller keeps: sizes hardly change from step to step, or in each.
-MOST_KEPT = 64
+MOST_KEPT = 16
 
 T = TypeVar("T")
 
@@ -282,19 +282,22 @@ class Layout:
 
 
 class Kept(Generic[T]):
-    """At most `MOST_KEPT` things by what they follow from; all go when there would be more."""
+    """At most `MOST_KEPT` things by what they follow from: those that were used last."""
 
     def __init__(self) -> None:
         self._kept: dict[Hashable, T] = {}
 
     def get(self, key: Hashable) -> T | None:
         """Return what is kept, or None."""
-        return self._kept.get(key)
+        found = self._kept.pop(key, None)
+        if found is not None:
+            self._kept[key] = found
+        return found
 
     def keep(self, key: Hashable, made: T) -> T:
         """Keep it; return it."""
         if len(self._kept) >= MOST_KEPT:
-            self._kept.clear()
+            del self._kept[next(iter(self._kept))]
         self._kept[key] = made
         return made
 

@@ -271,8 +271,14 @@ class Decision:
                 self.modes[way] = best
 
     def state_dict(self) -> dict[str, Any]:
-        """Return modes and calls."""
-        return {"modes": list(self.modes), "calls": list(self._calls)}
+        """Return modes, calls and what says when a call decides."""
+        return {
+            "modes": list(self.modes),
+            "calls": list(self._calls),
+            "decided": list(map(int, self._decided)),
+            "passed_over": list(self._passed_over),
+            "pass_over": list(self._pass_over),
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on as where `state_dict` was taken.
@@ -282,20 +288,29 @@ class Decision:
         CorruptedDataError
             When it is damaged.
         """
-        modes, calls = state.get("modes"), state.get("calls")
+        modes = state.get("modes")
+        counted = [state.get(name) for name in ("calls", "decided", "passed_over", "pass_over")]
         sound = (
             isinstance(modes, list)
             and len(modes) == len(self.modes)
             and all(mode in MODES for mode in modes)
-            and isinstance(calls, list)
-            and len(calls) == len(self.modes)
-            and all(isinstance(n, int) and n >= 0 for n in calls)
+            and all(
+                isinstance(each, list)
+                and len(each) == len(self.modes)
+                and all(isinstance(n, int) and n >= 0 for n in each)
+                for each in counted
+            )
         )
         if not sound:
-            raise CorruptedDataError(f"state: {dict(state)!r:.80}, expected modes and calls")
+            raise CorruptedDataError(
+                f"state: {dict(state)!r:.80}, expected modes and, for each way, calls, decided, "
+                "passed_over and pass_over"
+            )
+        calls, decided, passed_over, pass_over = (list(each or []) for each in counted)
         usable = COMPRESSED if self._pieces == 1 else PIECES
         self.modes = [usable if mode == PIECES else str(mode) for mode in modes or []]
-        self._calls = list(calls or [])
+        self._calls, self._passed_over, self._pass_over = calls, passed_over, pass_over
+        self._decided = list(map(bool, decided))
 
 
 def as_integers(seconds: Sequence[float]) -> list[int]:

@@ -189,6 +189,25 @@ def decoding_fails(rank: int, ranks: int) -> dict[str, Any]:
     return seen
 
 
+def deciding_fails(rank: int, ranks: int) -> dict[str, Any]:
+    """Rank 1 has no memory to decode in a call that decides: nobody waits, and all decide alike."""
+    seen: dict[str, Any] = {}
+    for there in (False, True):
+        exchange = CompressedAllToAll(dist.new_group(), decide_every=3)
+        t = noise(rank, ranks, 8)
+        t[:] = t[:1]
+        place, name = (CpuCoder, "decode_vectors") if there else (stages, "decode_part")
+        failing = mock.patch.object(place, name, side_effect=MemoryError("no memory to decode"))
+        with coded_where_rows_are() if there else nullcontext():
+            for _ in range(2):
+                exchange(t)
+            for call in range(3, 6):  # the fourth decides
+                with failing if rank == 1 and call == 4 else nullcontext():
+                    seen[f"{there} {call}"] = _any_error_of(partial(exchange, t))
+        seen[f"{there} mode"] = exchange.stats()["modes"]["forward"]
+    return seen
+
+
 CHECKS: dict[str, Callable[[int, int], Any]] = {
     f.__name__: f
     for f in (
@@ -199,5 +218,6 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
         other_pieces,
         other_numbers,
         decoding_fails,
+        deciding_fails,
     )
 }

@@ -23,7 +23,7 @@ CHECKS = (
     *("lossless", "bounded", "subgroup", "asynchronous", "gradients", "disagreement"),
     *("short_and_long", "few_rows", "longer_buffers", "works"),
     *("encoding_fails", "encoding_there_fails"),
-    *("other_pieces", "other_numbers", "decoding_fails"),
+    *("other_pieces", "other_numbers", "decoding_fails", "deciding_fails"),
     "as_on_a_gpu_too",
 )
 
@@ -155,6 +155,25 @@ def test_where_a_rank_cannot_decode_all_raise_in_the_next_call(
             if own
             else "ExchangeError: sizes stage: this or an earlier exchange failed on rank 1 "
         )
+
+
+@two_and_three
+def test_a_rank_that_fails_where_ranks_decide_keeps_no_other_waiting(
+    ranks: int, seen_by: dict[int, Seen]
+) -> None:
+    found = seen_by[ranks]["deciding_fails"]
+    # Where all go on with torch's own collective, none of the messages says that a rank failed.
+    assert len({seen["False 5"].startswith("ExchangeError") for seen in found}) == 1
+    for rank, seen in enumerate(found):
+        own = rank == 1
+        for there in ("False", "True"):
+            assert seen[f"{there} 3"] == "no error"
+            assert seen[f"{there} mode"] == found[0][f"{there} mode"]
+        failed = "MemoryError: no memory to decode"
+        assert seen["False 4"] == (failed if own else "no error")
+        another = "ExchangeError: another rank failed in an exchange by which modes are measured"
+        assert seen["True 4"] == (failed if own else another)
+        assert seen["True 5"].startswith("ExchangeError: an earlier exchange failed: ")
 
 
 def test_an_interrupted_stage_is_noticed(tmp_path: Path) -> None:

@@ -294,6 +294,34 @@ def test_a_broken_collective_lasts_and_a_reported_disagreement_does_not():
         once.check()
 
 
+def test_a_state_has_when_ranks_decide_next() -> None:
+    """A rank that begins anew decides in the same calls as those that went on."""
+    kept, anew = Decision(ways=2, every=2), Decision(ways=2, every=2)
+    for _ in range(30):
+        if kept.is_due(1):
+            kept.decide_way(1, [0.5, -1.0, 1.0])
+    anew.load_state_dict(kept.state_dict())
+    due = []
+    for decision in (kept, anew):
+        of_one = []
+        for _ in range(80):
+            of_one.append(decision.is_due(1))
+            if of_one[-1]:
+                decision.decide_way(1, [0.5, -1.0, 1.0])
+        due.append(of_one)
+    assert due[0] == due[1] and 0 < sum(due[0]) < 40
+
+
+def test_only_auto_goes_on_in_the_mode_of_a_state() -> None:
+    auto = CompressedAllToAll(tables=[Table("a", 2)])
+    state = auto.state_dict()
+    state["decision"]["modes"] = ["plain", "plain"]
+    for codec, plain in (("auto", True), ("compressed", False)):
+        exchange = CompressedAllToAll(tables=[Table("a", 2)], codec=codec)
+        exchange.load_state_dict(state)
+        assert exchange._caller.is_plain(0) is exchange._caller.is_plain(1) is plain
+
+
 def test_states_of_other_tables_are_refused():
     one = CompressedAllToAll(tables=[Table("a", 2)], error_bound="adaptive")
     state = one.state_dict()

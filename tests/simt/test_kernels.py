@@ -71,6 +71,24 @@ def assert_decodes(case: Case, storage: RowStorage, facts, seed: int, kernel="de
     return {used for used in runner.launched if used[1].startswith("decode")}
 
 
+@pytest.mark.parametrize("n_rows", [9, 31])
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant("decode", 2, 1, True, True, 8, words=True),
+        Variant("decode", 2, 3, True, True, 8, byte_field=True),
+        Variant("decode", 4, 3, True, True, 4),
+    ],
+    ids=by_name,
+)
+def test_lanes_without_a_row_read_nothing_behind_the_stage(variant, n_rows):
+    """In groups of eight lanes, next to rows of a last block that is the largest one."""
+    mask = 0x8000 if variant.words else None
+    for seed in range(2):
+        case = make_case(variant, n_rows=n_rows, row_bytes=1024, seed=seed, mask=mask)
+        assert_decodes(case, *pack_on_cpu(case), seed)
+
+
 @pytest.mark.parametrize("variant", DECODERS, ids=by_name)
 def test_decode_kernel_rebuilds_every_row(variant):
     for clusters in profiles_of(variant):

@@ -86,7 +86,9 @@ def make_case(
     elif variant.byte_field:
         masks[:] = 255 << BYTE_FIELDS[width]
     elif variant.words:
-        masks[:] = rng.choice(WORD_MASKS[width])
+        # With codes of three bits an exponent has kernels of its own.
+        taken = 255 << BYTE_FIELDS[width] if width in BYTE_FIELDS and variant.code_bits == 3 else 0
+        masks[:] = rng.choice([each for each in WORD_MASKS[width] if each != taken])
     elif variant.vector > 1 and variant.uniform and width in WORD_CHUNKS:
         # Runs of ones apart from each other, at both ends of a chunk.
         top = 1 << (8 * width - 1)

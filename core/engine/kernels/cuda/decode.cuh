@@ -249,6 +249,8 @@ __device__ __forceinline__ void decode_tile(const Args& a, const Kept& kept, i64
     }
     if (LANES == 32 && TURNS == 1 && cursors[0].length < 0) continue;
     if (LANES < 32 && !__any_sync(FULL, cursors[0].length > 0)) continue;
+    // Lanes without a row read group bits along with those that have one: of the begin of the stage.
+    if (LANES < 32 && GROUPED && cursors[0].length < 0) cursors[0].p = stage;
     for (int step = kept.step_begin; step < kept.step_end; ++step) {
       const int i = (step * LANES + lane) * VECTOR;
       const bool inside = i < a.chunks && (LANES == 32 || cursors[0].length > 0);

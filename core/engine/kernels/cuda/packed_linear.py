@@ -12,11 +12,12 @@ from ..packed_products import CHUNK_COLUMNS, LINEAR_SHAPES, LinearShape, PackedL
 from .parameters import Address, Int32, Int64, Parameters, Value
 from .runner import Launch, Runner
 from .source import packed_linear_variant
+from .stream import current_stream, stream_pointer
 
 #: The most bytes of x that a block copies to shared memory; more are read where they are.
 MAX_STAGED_BYTES = 32 << 10
 #: Of a block's part of shared memory what it cannot have: static arrays, the driver's part.
-RESERVED_BYTES = 4 << 10
+RESERVED_BYTES = 5 << 10
 #: The share of blocks that are to have a part of a weight, on the average over its time.
 BUSY = 0.9
 
@@ -143,10 +144,15 @@ class PackedLinearKernels:
             blocks = min(tasks, shape.blocks * self._runner.multiprocessors)
             launches.append((shape.x_rows, blocks, launch))
 
+        streams = set[int]()  # by which the index is read
+
         def multiply(x: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> None:
             x_rows = x.shape[0]
             if not x_rows or not n_rows:
                 return
+            if index.is_cuda and (stream := stream_pointer(index.device)) not in streams:
+                streams.add(stream)
+                index.record_stream(current_stream(index.device))
             if x.data_ptr() % 16 or x.stride(0) % 8 or x.stride(1) != 1:
                 x = x.clone(memory_format=torch.contiguous_format)
             bias_at = 0 if bias is None else bias.data_ptr()
