@@ -10,7 +10,8 @@ import torch
 import bitslab
 from bitslab.engine.codecs.invariant.codec import InvariantCodec
 from bitslab.engine.kernels.cuda import kernels_on
-from bitslab.engine.kernels.cuda.source import Variant, all_variants
+from bitslab.engine.kernels.cuda.source import Variant
+from bitslab.engine.kernels.cuda.variants import all_variants
 from tests.engine.kernels.cases import TABLE_KINDS, cache_of, make_case, table_of
 
 pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU

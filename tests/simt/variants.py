@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bitslab.engine.kernels.cuda.source import Variant, all_variants
+from bitslab.engine.kernels.cuda.source import Variant
+from bitslab.engine.kernels.cuda.variants import all_variants
 from tests import pairwise
 
 

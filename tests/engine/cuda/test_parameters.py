@@ -30,7 +30,8 @@ from bitslab.engine.kernels.cuda.frames import BoundKernel
 from bitslab.engine.kernels.cuda.map import FindIds
 from bitslab.engine.kernels.cuda.parameters import Kind, Parameters, in_order, kinds_of
 from bitslab.engine.kernels.cuda.slots import GiveSlots
-from bitslab.engine.kernels.cuda.source import all_variants, kernels_of
+from bitslab.engine.kernels.cuda.source import kernels_of
+from bitslab.engine.kernels.cuda.variants import all_variants
 
 FOLDER = Path(cuda.__file__).parent
 FILES = sorted(path.stem for path in FOLDER.glob("*.cu"))

@@ -10,7 +10,8 @@ import torch
 
 from bitslab import CompressedTable
 from bitslab.engine.kernels.cuda import kernels_on
-from bitslab.engine.kernels.cuda.source import Variant, all_variants
+from bitslab.engine.kernels.cuda.source import Variant
+from bitslab.engine.kernels.cuda.variants import all_variants
 from bitslab.engine.kernels.format import NO_ROW
 from bitslab.engine.kernels.rewriting import LeavingRows, OverflowPlaces
 from tests.engine.kernels.rewrite_cases import KINDS, METADATA, Packed, cases_of, check

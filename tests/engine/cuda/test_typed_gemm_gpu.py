@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from bitslab.engine.kernels.cuda import kernels_on
-from bitslab.engine.kernels.cuda.source import Variant, all_variants
+from bitslab.engine.kernels.cuda.source import Variant
 from bitslab.engine.kernels.cuda.typed_gemm import TypedTiles
+from bitslab.engine.kernels.cuda.variants import all_variants
 from bitslab.engine.kernels.typed_products import PackedRows
 from tests.engine.kernels.cases import TABLE_KINDS, cache_of, make_case, table_of
 from tests.simt.test_typed_gemm import close, finite_rows, gradient_reference, reference, values

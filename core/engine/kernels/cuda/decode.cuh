@@ -58,6 +58,9 @@ __device__ __forceinline__ int count_exceptions(Cursor c, const CodeOffsets& at,
   int bits = 0;
 #if UNIFORM && !GROUPED
   const u32* codes = c.p + at.code_at;
+#if PACKED  // typed products have no registers for several groups at once
+#pragma unroll 1
+#endif
   for (int g = begin * VECTOR + lane; g < min(groups, end * VECTOR); g += 32) bits += missed_in_group(codes + g * CODE_BITS);
   bits *= CHUNK_BITS - at.starts[1];
 #else

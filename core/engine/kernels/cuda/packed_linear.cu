@@ -66,45 +66,12 @@ struct Args {
 __device__ __forceinline__ u32 rotated_bytes(u32 x) {
   return (x >> 1 & 0x7f7f7f7fu) | (x << 7 & 0x80808080u);
 }
-// The bits of `a` where those of `mask` are 1, and those of `b` where they are 0. One instruction, of which
-// the compiler makes two where it knows the mask.
-__device__ __forceinline__ u32 select_bits(u32 mask, u32 a, u32 b) {
-#ifdef SIMT_HOST
-  return (a & mask) | (b & ~mask);
-#else
-  u32 c;
-  asm("lop3.b32 %0, %1, %2, %3, 0xca;" : "=r"(c) : "r"(mask), "r"(a), "r"(b));
-  return c;
-#endif
-}
 // Eight codes of three bits as nibbles, the selectors of byte_perm. Bits that are too many on the way are
 // left where the next step does not look.
 __device__ __forceinline__ u32 nibbles_of(u32 codes) {
-  codes = select_bits(0x0000ffff, codes, codes << 4);
-  codes = select_bits(0x00ff00ff, codes, codes << 2);
+  codes = choose(0x0000ffff, codes, codes << 4);
+  codes = choose(0x00ff00ff, codes, codes << 2);
   return (codes & 0x07070707) | (codes << 1 & 0x70707070);
-}
-// Bytes of two words by nibbles that are at most 7, or of which the result is not used.
-__device__ __forceinline__ u32 permute(u32 a, u32 b, u32 selector) {
-#ifdef SIMT_HOST
-  return __byte_perm(a, b, selector);
-#else
-  u32 c;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(c) : "r"(a), "r"(b), "r"(selector));
-  return c;
-#endif
-}
-// The sum over this lane and those before it, of the lanes of a row.
-__device__ __forceinline__ int scan_row(int v, int lane_of_row) {
-#ifdef SIMT_HOST
-  return inclusive_scan<ROW_LANES>(v, lane_of_row);
-#else
-#pragma unroll
-  for (int d = 1; d < ROW_LANES; d <<= 1)
-    asm volatile("{ .reg .pred p; .reg .s32 t; shfl.sync.up.b32 t|p, %0, %1, %2, -1; @p add.s32 %0, %0, t; }"
-                 : "+r"(v) : "r"(d), "n"((32 - ROW_LANES) << 8));
-  return v;
-#endif
 }
 // 1 in each nibble that is 0.
 __device__ __forceinline__ u32 missed_of(u32 nibbles) { return ~(nibbles + 0x77777777u) >> 3 & 0x11111111u; }
@@ -277,9 +244,9 @@ __device__ __forceinline__ void patch(const Args& a, const Row& row, const u32 (
   for (int q = 0; q < 4; ++q) {
     const u32 missed = missed_of(nibbles[q]), field = missed * 15;
     const u32 counted = missed * 0x11111111u + before;
-    const u32 selector = select_bits(field, counted, 0x32103210u);
-    exponents[2 * q] = permute(exponents[2 * q], bytes, selector);
-    exponents[2 * q + 1] = permute(exponents[2 * q + 1], bytes, selector >> 16);
+    const u32 selector = choose(field, counted, 0x32103210u);
+    exponents[2 * q] = pick_bytes(exponents[2 * q], bytes, selector);
+    exponents[2 * q + 1] = pick_bytes(exponents[2 * q + 1], bytes, selector >> 16);
     before = (counted >> 28) * 0x11111111u;
   }
   const bool staged = byte < 4 * (STAGED_WORDS - 1);
@@ -305,7 +272,7 @@ __device__ __forceinline__ void patch(const Args& a, const Row& row, const u32 (
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const u32 changed = next && v >> 2 == h ? mask : 0;
-        exponents[2 * q + h] = select_bits(changed, exponent * 0x01010101u, exponents[2 * q + h]);
+        exponents[2 * q + h] = choose(changed, exponent * 0x01010101u, exponents[2 * q + h]);
       }
       if (next) left[q] = here & (here - 1);
       found |= next;
@@ -363,7 +330,7 @@ __device__ __forceinline__ void multiply_step(const Args& a, const Row (&rows)[2
     for (int q = 0; q < 4; ++q) missed |= missed_of(nibbles[set][q]) << q;
     n[set] = __popc(missed);
   }
-  const u32 up_to_me = used + scan_row(n[0] + (n[1] << 16), lane_of_row);
+  const u32 up_to_me = used + quick_scan<ROW_LANES>(n[0] + (n[1] << 16), lane_of_row);
   used = STEPS > 1 ? __shfl_sync(FULL, up_to_me, ROW_LANES - 1, ROW_LANES) : up_to_me;
 
   u32 w[2][16];
@@ -376,8 +343,8 @@ __device__ __forceinline__ void multiply_step(const Args& a, const Row (&rows)[2
     const u32 of_low = packed ? low : 0, of_high = packed ? high : 0;
 #pragma unroll
     for (int q = 0; q < 4; ++q) {
-      exponents[2 * q] = permute(of_low, of_high, nibbles[set][q]);
-      exponents[2 * q + 1] = permute(of_low, of_high, nibbles[set][q] >> 16);
+      exponents[2 * q] = pick_bytes(of_low, of_high, nibbles[set][q]);
+      exponents[2 * q + 1] = pick_bytes(of_low, of_high, nibbles[set][q] >> 16);
     }
     patch(a, row, nibbles[set], end - n[set], n[set], exponents);
 #pragma unroll
@@ -388,10 +355,10 @@ __device__ __forceinline__ void multiply_step(const Args& a, const Row (&rows)[2
 #pragma unroll
       for (int k = 0; k < 4; ++k) {
         const u32 exponent = exponents[4 * h + k];
-        const u32 upper = select_bits(0x80808080u, kept[k], exponent);
-        const u32 lower = select_bits(0x80808080u, exponent, kept[k]);
-        w[set][8 * h + 2 * k] = permute(lower, upper, 0x5140);
-        w[set][8 * h + 2 * k + 1] = permute(lower, upper, 0x7362);
+        const u32 upper = choose(0x80808080u, kept[k], exponent);
+        const u32 lower = choose(0x80808080u, exponent, kept[k]);
+        w[set][8 * h + 2 * k] = pick_bytes(lower, upper, 0x5140);
+        w[set][8 * h + 2 * k + 1] = pick_bytes(lower, upper, 0x7362);
       }
     }
     if (!WHOLE && there && row.available() == -RAW) {

@@ -70,7 +70,7 @@ __device__ __forceinline__ chunk_t payload_chunk(const u32* p, const Positions& 
 }
 
 // Rebuild a lane's VECTOR chunks, from chunk i on, of a packed row. All lanes of the warp take part,
-// // those of no row, and those behind its end, with i = 0 and no exceptions. There is no branch by lane
+// those of no row and those behind its end with i = 0 and no exceptions. There is no branch by lane
 // on the common path, so that the loads of all chunks overlap.
 template <int LANES>
 __device__ __forceinline__ void rebuild(Cursor& c, const Positions& q, const chunk_t* table, int positions,

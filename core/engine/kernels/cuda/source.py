@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
-from itertools import product
 from pathlib import Path
 
 import torch
@@ -19,15 +17,12 @@ from ..blob_format import (
     ZVC_BLOCK_BYTES,
     ZVC_FORM,
     ZVC_ONES,
-    ZVC_UNIT_BYTES,
     zvc_blocks,
     zvc_threads,
 )
 from ..candidates import AGREED, COLUMNS, FIELD, FIRST, UNIFORM, VALUES, WIDTH
 from ..format import (
     BUCKET_ENTRIES,
-    CHUNK_BYTES,
-    CODE_BITS,
     LINE_BYTES,
     MAX_SLABS,
     NO_ID,
@@ -52,7 +47,7 @@ from ..kept_format import (
     RUN_UNITS,
     ZFP_FORM,
 )
-from ..packed_products import LINEAR_SHAPES, LinearShape
+from ..packed_products import LinearShape
 from ..rewriting import DONE, FREE, FREED, LAUNCHES, REWRITTEN, TAKEN, USED
 from ..tile_format import (
     LEVELS,
@@ -60,13 +55,12 @@ from ..tile_format import (
     MAX_SYMBOLS,
     SHORT_BITS,
     TILE_DTYPES,
-    TILE_FORMATS,
     ZERO_SYMBOL,
     TileFormat,
 )
 from ..typed_products import PRODUCT_DEFINES, product_settings
-from ..vector_chunks import VECTOR_KERNELS, VECTOR_NUMBERS, vector_settings
-from ..zfp_format import FLOAT_KINDS, LEAST_EXPONENT, MOST_BLOCK_BITS, PLANE_BITS, FloatKind
+from ..vector_chunks import VECTOR_KERNELS, vector_settings
+from ..zfp_format import LEAST_EXPONENT, MOST_BLOCK_BITS, PLANE_BITS, FloatKind
 
 _FOLDER = Path(__file__).parent
 _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
@@ -552,73 +546,3 @@ def kernels_of(variant: AnyVariant) -> tuple[str, ...]:
     # Eight lanes of fewer chunks are no whole group of codes.
     narrow = variant.file in ("decode", "gather") and variant.vector < MIN_SHORT_VECTOR
     return names[:-1] if narrow else names
-
-
-def all_variants() -> Iterator[AnyVariant]:
-    """Yield every variant that the library can ask for; of tiles and attention some."""
-    yield IDS
-    yield MAP
-    yield SLOTS
-    yield EXCHANGE
-    yield BLOB_COPY
-    yield UNPACK
-    yield LZ4
-    yield PLAN
-    yield KEPT
-    yield from map(zfp_variant, FLOAT_KINDS.values())
-    yield from map(quantized_variant, TILE_FORMATS)
-    yield from map(zvc_variant, ZVC_UNIT_BYTES)
-    yield from (vector_variant(f, w, k) for f in VECTOR_KERNELS for w, k in VECTOR_NUMBERS)
-    for size in BAG_VALUE_BYTES:
-        yield from (bags_variant(size, vector) for vector in (1, 16 // size))
-    # Attention knows tiles of any number of groups of 16 tokens up to 16: here the usual one, the
-    # smallest and the largest, which for more rows spills its products.
-    for groups, rows, dtype in (
-        *((4, rows, torch.bfloat16) for rows in ATTEND_ROWS),
-        *((4, 1, dtype) for dtype in VALUE_KINDS if dtype != torch.bfloat16),
-        (1, 1, torch.bfloat16),
-        (16, 1, torch.bfloat16),
-    ):
-        yield attend_variant(groups, rows, dtype)
-    yield from map(typed_gemm_variant, PRODUCT_DEFINES)
-    yield from map(packed_linear_variant, LINEAR_SHAPES)
-    yield from (segment_sums_variant(size, v) for size in (4, 8) for v in (1, 16 // size))
-    for unit, pieces in COPY_PIECES.items():
-        yield from (copy_variant(unit, piece) for piece in pieces)
-    for width in CHUNK_BYTES:
-        yield Variant("count", width)
-        yield zeros_variant(width)
-        yield from (kept_variant(file, width) for file in ("csr", "rle"))
-    for width, bits, grouped, uniform in product(
-        CHUNK_BYTES, CODE_BITS, (False, True), (False, True)
-    ):
-        yield Variant("encode", width, bits, grouped, uniform)
-        yield Variant("rewrite", width, bits, grouped, uniform)
-        if uniform:
-            yield Variant("pack", width, bits, grouped, uniform)
-        for vector in (1, widest_vector(width, uniform)):
-            yield Variant("decode", width, bits, grouped, uniform, vector)
-            if uniform:  # as all rows of whole tensors
-                yield Variant("decode", width, bits, grouped, uniform, vector, counted=True)
-            yield Variant("gather", width, bits, grouped, uniform, vector)
-        if uniform and width in WORD_CHUNKS:
-            by_words = Variant(
-                "decode", width, bits, grouped, True, widest_vector(width, True), words=True
-            )
-            yield from (by_words, replace(by_words, counted=True), replace(by_words, file="gather"))
-            if not grouped:
-                yield Variant("encode", width, bits, uniform=True, words=True)
-        if width in PRODUCT_DEFINES:
-            typed = Variant(
-                "typed_gemm", width, bits, grouped, uniform, widest_vector(width, uniform)
-            )
-            yield from (typed, replace(typed, overlapped=True))
-    for width, grouped in product(BYTE_FIELDS, (False, True)):
-        yield Variant("encode", width, 3, grouped, True, byte_field=True)
-        yield Variant("rewrite", width, 3, grouped, True, byte_field=True)
-        yield Variant("pack", width, 3, grouped, True, byte_field=True)
-        widest = widest_vector(width, True)
-        for file in ("decode", "gather", "typed_gemm"):
-            yield Variant(file, width, 3, grouped, True, widest, True)
-        yield Variant("decode", width, 3, grouped, True, widest, True, counted=True)
-        yield Variant("typed_gemm", width, 3, grouped, True, widest, True, overlapped=True)
