@@ -35,7 +35,6 @@ def draw(tables: Mapping[str, Rows], folder: Path) -> list[Path]:
     import matplotlib as mpl
 
     mpl.use("Agg")
-    mpl.rcParams["svg.fonttype"] = "none"  # names can be searched for
     drawn: list[tuple[str, Callable[[Any, Rows], None], Rows]] = []
     for title, rows in tables.items():
         if title.startswith(OF_SCALES):
@@ -43,7 +42,8 @@ def draw(tables: Mapping[str, Rows], folder: Path) -> list[Path]:
             drawn.append(("accuracy-over-ratio", _over_ratio, rows))
         elif title.startswith(OF_CONTEXTS):
             drawn.append(("ratio-over-context", _over_context, rows))
-    return [_saved(folder, *each) for each in drawn]
+    with mpl.rc_context({"svg.fonttype": "none"}):  # names can be searched for
+        return [_saved(folder, *each) for each in drawn]
 
 
 def _saved(folder: Path, name: str, onto: Callable[[Any, Rows], None], rows: Rows) -> Path:

@@ -7,7 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import matplotlib
 import pytest
+
+matplotlib.use("Agg")
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLES: dict[str, list[dict[str, Any]]] = {
@@ -40,6 +43,7 @@ def test_pictures_of_tables(
     for scripts in ("examples", "benchmarks"):
         monkeypatch.syspath_prepend(str(ROOT / scripts))
     main = importlib.import_module("kvcomp").main
+    settings = dict(matplotlib.rcParams)
     tables, folder = tmp_path / "tables.json", tmp_path / "new" / "pictures"
     tables.write_text(json.dumps(TABLES))
     assert main(["--tables", str(tables), "--plot", str(folder)]) == 0
@@ -50,6 +54,7 @@ def test_pictures_of_tables(
     assert "error 0.055<" in drawn["ratio-over-context"] and "16,384" in drawn["ratio-over-context"]
     assert "measured" not in drawn["ratio-over-context"]
     assert capsys.readouterr().err.count("drawn: ") == 3
+    assert dict(matplotlib.rcParams) == settings  # other pictures of the process look as they did
     tables.write_text("{}")
     assert main(["--tables", str(tables), "--plot", str(folder)]) == 0
     assert "nothing is drawn" in capsys.readouterr().err
