@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,7 +11,19 @@ import torch.distributed as dist
 
 from .faults import ExchangeError, Faults
 from .pairs import TERMS
-from .wire import DTYPES, FAILED, MOST_TERMS, TableTerms, Terms, descriptor, read_descriptor
+from .wire import (
+    CAUSES,
+    DISAGREEMENT,
+    DTYPES,
+    FAILED,
+    MOST_TERMS,
+    OTHER_CAUSE,
+    TableTerms,
+    Terms,
+    checks_of_calls,
+    descriptor,
+    read_descriptor,
+)
 
 
 class TableSizes(NamedTuple):
@@ -51,7 +63,7 @@ class Difference:
         """Note that this rank disagrees with others; return the error to raise."""
         said = "; ".join(self.reasons)
         reason = f"sizes stage: rank {rank} of the group disagrees with {said}"
-        faults.failed(reason, known_to_all=self.known_to_all)
+        faults.failed(reason, known_to_all=self.known_to_all, cause=DISAGREEMENT)
         return ExchangeError(reason)
 
 
@@ -66,8 +78,9 @@ class Agreement:
         Of the exchange.
     rank, size : int
         Of the group.
-    pieces, numbers : int
-        Pieces of a message, and numbers that follow each descriptor.
+    pieces, numbers, decide_every : int
+        Pieces of a message, numbers that follow each descriptor, and calls from one decision to the
+        next.
     """
 
     def __init__(
@@ -78,16 +91,26 @@ class Agreement:
         *,
         pieces: int = 1,
         numbers: int = 0,
+        decide_every: int = 0,
     ) -> None:
         self._tables, self._rank, self._size = tables, rank, size
-        self._pieces, self._numbers = pieces, numbers
+        self._pieces, self._numbers, self._every = pieces, numbers, decide_every
         self._terms = [self._terms_with(other) for other in range(size)]
         self._checks = [terms.check() for terms in self._terms]
+        self._last: tuple[int | None, list[int]] = None, []
         self._own_fit = all(t.send_rows[rank] == t.receive_rows[rank] for t in tables)
 
-    def descriptors(self, sizes: Sequence[int]) -> list[int]:
+    def descriptors(self, sizes: Sequence[int], calls: int = 0) -> list[int]:
         """Return the descriptors of messages of so many bytes for each rank."""
-        return [descriptor(check, n) for check, n in zip(self._checks, sizes, strict=True)]
+        checks = self._checks_of(calls)
+        return [descriptor(check, n) for check, n in zip(checks, sizes, strict=True)]
+
+    def _checks_of(self, calls: int) -> list[int]:
+        kept, checks = self._last
+        if kept != calls:
+            checks = checks_of_calls(self._checks, calls)
+            self._last = calls, checks
+        return checks
 
     def sizes_of(self, descriptors: Sequence[int], faults: Faults) -> tuple[list[int], list[int]]:
         """Return checks and sizes of what comes.
@@ -98,17 +121,13 @@ class Agreement:
             When a rank says that it failed.
         """
         checks, sizes = zip(*map(read_descriptor, descriptors), strict=True)
-        failed = [rank for rank, n in enumerate(sizes) if n == FAILED]
+        failed = {rank: checks[rank] for rank, n in enumerate(sizes) if n == FAILED}
         if failed:
-            reason = (
-                f"sizes stage: this or an earlier exchange failed on {_ranks(failed)} of the group"
-            )
-            faults.failed(reason, known_to_all=True)
-            raise ExchangeError(reason)
+            raise failed_elsewhere("this or an earlier exchange", failed, faults)
         return list(checks), list(sizes)
 
     def difference(
-        self, checks: Sequence[int], group: dist.ProcessGroup, device: torch.device
+        self, checks: Sequence[int], calls: int, group: dist.ProcessGroup, device: torch.device
     ) -> Difference | None:
         """Return what differs, None where all others know the same, and this rank of its own rows.
 
@@ -119,11 +138,14 @@ class Agreement:
         ----------
         checks : sequence of int
             By rank, of its descriptor; that of this rank is not looked at.
+        calls : int
+            As for `descriptors`.
         group, device
             Where the terms cross.
         """
         others = [rank for rank in range(self._size) if rank != self._rank]
-        wrong = [rank for rank in others if checks[rank] != self._checks[rank]]
+        own = self._checks_of(calls)
+        wrong = [rank for rank in others if checks[rank] != own[rank]]
         if self._own_fit and not wrong:
             return None
         said, most_pieces, known_to_all = [], self._pieces, wrong == others
@@ -131,15 +153,15 @@ class Agreement:
             terms = self._terms[rank]
             other = dist.get_global_rank(group, rank)
             try:
-                ours, first = terms.numbers(), self._rank < rank
+                ours, first = terms.numbers(calls), self._rank < rank
                 theirs = _swapped(ours, other, group, device, first=first)
             except RuntimeError as error:
                 said.append(f"rank {rank}: other rows, dtype or version ({error})")
                 continue
             names = [table.name for table in self._tables]
-            said.append(f"rank {rank}: {terms.disagreement(theirs, names)}")
+            said.append(f"rank {rank}: {terms.disagreement(theirs, names, calls)}")
             most_pieces = max(most_pieces, terms.pieces_of(theirs))
-            known_to_all = known_to_all or terms.differ_but_in_rows(theirs)
+            known_to_all = known_to_all or terms.differ_but_in_rows(theirs, calls)
         for table in self._tables:
             sent, expected = table.send_rows[self._rank], table.receive_rows[self._rank]
             if sent != expected:
@@ -163,6 +185,7 @@ class Agreement:
             lower=self._rank <= other,
             pieces=self._pieces,
             numbers_beside=self._numbers,
+            decide_every=self._every,
         )
 
 
@@ -196,5 +219,16 @@ def _swapped(
     return theirs
 
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+def failed_elsewhere(what: str, causes: Mapping[int, int], faults: Faults) -> ExchangeError:
+    """Note that ranks said that they failed, by rank the cause; return the error to raise."""
+    ranks, why = ", ".join(map(str, causes)), dict.fromkeys(map(_cause, causes.values()))
+    reason = (
+        f"sizes stage: {what} failed on rank{'s' * (len(causes) > 1)} {ranks} of the group "
+        f"({', '.join(why)})"
+    )
+    faults.failed(reason, known_to_all=True)
+    return ExchangeError(reason)
+
+
+def _cause(number: int) -> str:
+    return CAUSES[number if number < len(CAUSES) else OTHER_CAUSE]

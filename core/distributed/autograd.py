@@ -10,19 +10,32 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from ..devices import checked_device
 from ..engine.codecs import check_tensor_argument
-from ..engine.codecs.base import check_indices_argument, check_integer
+from ..engine.codecs.base import check_integer
 from ..engine.kernels.vector_format import KINDS
-from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError
+from ..errors import ArgumentError, CorruptedDataError
 from .bounds import ErrorBound, checked_bound
 from .buffers import MOST_BYTES
 from .caller import Caller, checked_codec
-from .checks import checked_group, refuse_capture, repeats_of, rows_of
-from .layout import Kept, Layout, Rows
+from .checks import (
+    check_names,
+    check_rows,
+    checked_group,
+    checked_ids,
+    device_of_group,
+    refuse_capture,
+    repeats_of,
+    rows_of,
+    sizes_by_table,
+    sizes_of,
+)
+from .function import AllToAllFunction
+from .layout import Kept, Layout, Memory, Rows
 from .messages import REFERENCES, Array, Repeats
-from .parts import Call, CallPlan, Given, Part, layout_of, plan_of, spread_to_copies, sums_of
+from .parts import Call, CallPlan, Given, Part, Sums, layout_of, plan_of, spread_to_copies, sums_of
 from .plan import Bound, Table, either_bound, states_of
-from .rounding import ErrorFeedback, round_stochastically
+from .rounding import GradientRounder
 
 FORWARD, BACKWARD = 0, 1
 VERSION = 3
@@ -71,7 +84,10 @@ class CompressedAllToAll:
     decide_every : int
         Calls from one decision of ``codec="auto"`` to the next, forward and backward counted
         apart; the first is the ninth one, or that behind so many. On a GPU up to 16 times as many
-        where decisions change nothing. The same on all ranks.
+        where decisions change nothing. Ranks that differ in it all raise in their first call.
+    device : torch.device or str, optional
+        Where the rows of tables are, for a rank that has no input in a call. Left out: where those
+        of its last call were, or what the group has a backend for.
 
     Raises
     ------
@@ -105,8 +121,10 @@ class CompressedAllToAll:
         seed: int = 0,
         decide_every: int = 64,
         buffer_bytes: int = MOST_BYTES,
+        device: torch.device | str | None = None,
     ) -> None:
         self.group = group
+        self._device = None if device is None else checked_device(device)
         self.error_bound = either_bound(error_bound)
         if isinstance(backward, str) and backward != "lossless":
             raise ArgumentError(
@@ -129,8 +147,8 @@ class CompressedAllToAll:
         self.iteration = 0
         self._planned = tables is not None
         self._states = states_of(tables, self.error_bound)
-        self._feedback_rows, self._pieces, self._seed = error_feedback, pieces, seed
-        self._feedback: dict[str, ErrorFeedback] = {}
+        self._pieces = pieces
+        self._rounder = GradientRounder(seed, error_feedback)
         self._caller = Caller(
             codec=codec,
             lasting=True,
@@ -165,7 +183,8 @@ class CompressedAllToAll:
             table, looked up more than once. Each crosses once for each rank, and the gradient that
             comes back for it is the sum of those of its copies, given to the first one; the others
             get 0. What reaches the row of the table is the same but for the order of additions.
-            Rows that are only equal, or made equal by a bound, are not summed. Not with pieces.
+            Rows that are only equal, or made equal by a bound, are not summed. Decisions count what
+            that saves on the way back. Not with pieces.
         received_ids : torch.Tensor, optional
             Integers ``[M]``, for `error_feedback`: the ids of the rows that come.
 
@@ -191,8 +210,8 @@ class CompressedAllToAll:
         given = Given(
             self._states[""],
             input,
-            None if output_split_sizes is None else tuple(map(int, output_split_sizes)),
-            None if input_split_sizes is None else tuple(map(int, input_split_sizes)),
+            sizes_of("output_split_sizes", output_split_sizes),
+            sizes_of("input_split_sizes", input_split_sizes),
         )
         call = self._call(group, [given], [row_ids], [received_ids])
         (found,) = self._apply(group, call, [input])
@@ -223,8 +242,10 @@ class CompressedAllToAll:
         Returns
         -------
         dict of str to torch.Tensor
-            ``[M, row_elements]`` of each table of which rows came, in the order of the tables;
-            those of tables of one dtype and width share memory.
+            ``[M, row_elements]`` of each table of which rows came, in the order of the tables.
+            Those of tables of one dtype and width are parts of one tensor's memory, as their
+            gradients are: none has an element of another, so that changes in place are its own, but
+            one that is kept keeps all; keep a clone.
 
         Raises
         ------
@@ -236,16 +257,17 @@ class CompressedAllToAll:
         if not self._planned:
             raise ArgumentError("inputs: tables, none were planned; give tables=")
         group = checked_group(self.group)
-        for argument, mapping in (
-            ("inputs", inputs),
-            ("output_split_sizes", output_split_sizes),
-            ("input_split_sizes", input_split_sizes),
-            ("row_ids", row_ids),
-            ("received_ids", received_ids),
-        ):
-            if mapping is not None:
-                self._check_names(argument, mapping)
+        check_names(
+            self._states,
+            inputs=inputs,
+            output_split_sizes=output_split_sizes,
+            input_split_sizes=input_split_sizes,
+            row_ids={} if row_ids is None else row_ids,
+            received_ids={} if received_ids is None else received_ids,
+        )
         none = (0,) * group.size()
+        receive = sizes_by_table("output_split_sizes", output_split_sizes)
+        send = sizes_by_table("input_split_sizes", input_split_sizes)
         device = self._device_of(inputs, group)
         given, tensors = [], []
         for name, state in self._states.items():
@@ -254,17 +276,9 @@ class CompressedAllToAll:
             if t is None:
                 t = torch.empty(0, table.row_elements, dtype=table.dtype, device=device)
             else:
-                self._check_rows(name, t, table, device)
+                check_rows(name, t, table.row_elements, table.dtype, device)
             tensors.append(t)
-            received, sent = output_split_sizes.get(name), input_split_sizes.get(name)
-            given.append(
-                Given(
-                    state,
-                    t,
-                    none if received is None else tuple(map(int, received)),
-                    none if sent is None else tuple(map(int, sent)),
-                )
-            )
+            given.append(Given(state, t, receive.get(name, none), send.get(name, none)))
         call = self._call(
             group,
             given,
@@ -274,33 +288,15 @@ class CompressedAllToAll:
         found = zip(self._states, self._apply(group, call, tensors), strict=True)
         return {name: t for name, t in found if name in output_split_sizes}
 
-    def _check_rows(self, name: str, t: torch.Tensor, table: Table, device: torch.device) -> None:
-        check_tensor_argument(f"inputs: {name}", t)
-        if t.dim() != 2 or t.shape[1] != table.row_elements:
-            raise ArgumentError(
-                f"inputs: {name}: {list(t.shape)}, expected [N, {table.row_elements}]"
-            )
-        if t.dtype != table.dtype:
-            raise ArgumentTypeError(f"inputs: {name}: {t.dtype}, planned is {table.dtype}")
-        if t.device != device:
-            raise ArgumentTypeError(f"inputs: {name}: on {t.device}, others on {device}")
-
     def _device_of(
         self, inputs: Mapping[str, torch.Tensor], group: dist.ProcessGroup
     ) -> torch.device:
-        """Return where the tables' rows are; of a rank without any, where the group's are."""
+        """Return where the tables' rows are in a call."""
         for t in inputs.values():
             if isinstance(t, torch.Tensor):
+                self._device = t.device
                 return t.device
-        on_gpu = dist.get_backend(group) == "nccl"
-        return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-
-    def _check_names(self, argument: str, given: Any) -> None:
-        if not isinstance(given, Mapping):
-            raise ArgumentTypeError(f"{argument}: expected a mapping by table, got {given!r:.60}")
-        if not given.keys() <= self._states.keys():
-            unknown = sorted(set(given) - set(self._states))
-            raise ArgumentError(f"{argument}: {unknown}, tables are {sorted(self._states)}")
+        return self._device or device_of_group(group)
 
     def _call(
         self,
@@ -313,40 +309,59 @@ class CompressedAllToAll:
         refuse_capture(given[0].rows)
         ranks = group.rank(), group.size()
         key = (ranks, *((g.rows.shape, g.rows.dtype, g.received, g.sent) for g in given))
-        plan = self._plans.get(key)
-        if plan is None:
-            copied = self._caller.copied_rank(group)
-            plan = self._plans.keep(key, plan_of(group, given, copied))
-        repeats: list[list[Repeats | None] | None] = [None] * len(given)
-        ids: list[Array | None] = [None] * len(given)
+        try:
+            plan = self._plans.get(key)
+            if plan is None:
+                copied = self._caller.copied_rank(group)
+                plan = self._plans.keep(key, plan_of(group, given, copied))
+            return Call(
+                plan,
+                self._repeats(plan, given, row_ids),
+                self._received_ids(plan, received_ids),
+                summed_back=row_ids is not None and torch.is_grad_enabled(),
+            )
+        except Exception as error:
+            self._caller.fail_call(group, given[0].rows.device, FORWARD, error)
+            raise
+
+    def _repeats(
+        self,
+        plan: CallPlan,
+        given: Sequence[Given],
+        row_ids: Sequence[torch.Tensor | None] | None,
+    ) -> list[list[Repeats | None] | None]:
+        """Return by table which of its rows share an id."""
+        found: list[list[Repeats | None] | None] = [None] * len(given)
         for number, of_rows in enumerate(row_ids or ()):
             if of_rows is None:
                 continue
             if self._pieces > 1:
                 raise ArgumentError(f"row_ids: given with pieces={self._pieces}")
-            part, plain = plan.parts[number], self._caller.is_plain(FORWARD)
-            rows = rows_of(given[number].rows, part.row)
-            repeats[number] = repeats_of("input", rows, part.send_rows, of_rows, plain=plain)
-        if received_ids is not None or self._feedback_rows:
-            for number, part in enumerate(plan.parts):
-                of_part = None if received_ids is None else received_ids[number]
-                ids[number] = self._checked_ids(of_part, sum(part.receive_rows))
-        return Call(plan, repeats, ids)
+            part, name = plan.parts[number], given[number].state.name
+            rows, needed = rows_of(given[number].rows, part.row), self._caller.takes_ids(FORWARD)
+            found[number] = repeats_of(name, rows, part.send_rows, of_rows, needed=needed)
+        return found
 
-    def _checked_ids(self, received_ids: torch.Tensor | None, rows: int) -> Array | None:
-        if received_ids is None:
-            if self._feedback_rows and rows:
-                raise ArgumentError("received_ids: None, error_feedback keeps what was lost by id")
-            return None
-        ids = check_indices_argument(received_ids, "received_ids").cpu().numpy()
-        if len(ids) != rows:
-            raise ArgumentError(f"received_ids: {len(ids)} ids, {rows} rows come")
-        return ids
+    def _received_ids(
+        self, plan: CallPlan, received_ids: Sequence[torch.Tensor | None] | None
+    ) -> list[Array | None]:
+        """Return by table the ids of the rows that come."""
+        if received_ids is None and not self._rounder.feedback_rows:
+            return [None] * len(plan.parts)
+        return [
+            checked_ids(
+                part.state.name,
+                None if received_ids is None else received_ids[number],
+                sum(part.receive_rows),
+                needed=self._rounder.feedback_rows > 0,
+            )
+            for number, part in enumerate(plan.parts)
+        ]
 
     def _apply(
         self, group: dist.ProcessGroup, call: Call, tensors: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
-        found: tuple[torch.Tensor, ...] = _AllToAll.apply(  # type: ignore[no-untyped-call]
+        found: tuple[torch.Tensor, ...] = AllToAllFunction.apply(  # type: ignore[no-untyped-call]
             self, group, call, *tensors
         )
         if torch.is_grad_enabled():
@@ -372,7 +387,7 @@ class CompressedAllToAll:
             "backward": dataclasses.asdict(backward),
             "tables": {name: s.stats(self.iteration) for name, s in self._states.items()},
             "modes": dict(zip(("forward", "backward"), self._caller.decision.modes, strict=True)),
-            "feedback_bytes": sum(f.nbytes for f in self._feedback.values()),
+            "feedback_bytes": self._rounder.nbytes,
             "buffer_bytes": self._caller.buffers.nbytes,
         }
 
@@ -392,7 +407,7 @@ class CompressedAllToAll:
             "backward_calls": self._backward_calls,
             "tables": {name: state.state_dict() for name, state in self._states.items()},
             "decision": self._caller.decision.state_dict(),
-            "feedback": {name: f.state_dict() for name, f in self._feedback.items()},
+            "feedback": self._rounder.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -418,25 +433,28 @@ class CompressedAllToAll:
         self._caller.decision.load_state_dict(state["decision"])
         for name, of_table in tables.items():
             self._states[name].load_state_dict(of_table)
-        for name, kept in feedback.items():
-            lost = kept.get("lost") if isinstance(kept, Mapping) else None
-            if not isinstance(lost, torch.Tensor) or lost.dim() != 2:
-                raise CorruptedDataError("state: error feedback is damaged, or of other rows")
-            self._feedback_of(name, lost.shape[1]).load_state_dict(kept)
+        self._rounder.load_state_dict(feedback)
         self.iteration, self._backward_calls = counts
-
-    def _feedback_of(self, name: str, row: int) -> ErrorFeedback:
-        if name not in self._feedback:
-            self._feedback[name] = ErrorFeedback(self._feedback_rows, row)
-        return self._feedback[name]
 
     def send_forward(
         self, group: dist.ProcessGroup, call: Call, tensors: Sequence[torch.Tensor]
     ) -> Sequence[torch.Tensor]:
         """Exchange rows forward; return what came, ``[M, row]``, and keep in the call how."""
-        plan = call.plan
-        memory = plan.forward.memory_on(tensors[0].device)
-        rows = []
+        plan, device = call.plan, tensors[0].device
+        try:
+            memory = plan.forward.memory_on(device)
+            rows = self._rows(call, tensors, memory)
+        except Exception as error:
+            self._caller.fail_call(group, device, FORWARD, error)
+            raise
+        self._exchange(group, rows, plan.parts, FORWARD, plan.forward)
+        call.repeats = [each.repeats for each in rows]
+        call.places = [each.places for each in rows]
+        return memory.received
+
+    def _rows(self, call: Call, tensors: Sequence[torch.Tensor], memory: Memory) -> list[Rows]:
+        """Return rows as they are sent forward, with their bounds."""
+        plan, rows = call.plan, []
         for number, (part, t) in enumerate(zip(plan.parts, tensors, strict=True)):
             flat, bound, relative = rows_of(t, part.row), 0.0, False
             if part.state.bound is not None:
@@ -454,12 +472,10 @@ class CompressedAllToAll:
                     part.state.name,
                     memory.parts[number],
                     memory.whole[number],
+                    call.summed_back and t.requires_grad and part.has_gradient,
                 )
             )
-        self._exchange(group, rows, plan.parts, FORWARD, plan.forward)
-        call.repeats = [each.repeats for each in rows]
-        call.places = [each.places for each in rows]
-        return memory.received
+        return rows
 
     def send_back(
         self, group: dist.ProcessGroup, call: Call, gradients: Sequence[torch.Tensor]
@@ -468,6 +484,23 @@ class CompressedAllToAll:
 
         They are of the tables that have gradients, the same ones on all ranks.
         """
+        parts = [call.plan.parts[number] for number in call.plan.with_gradients]
+        try:
+            sums, rows, layout = self._rows_back(group, call, gradients)
+        except Exception as error:
+            self._caller.fail_call(group, gradients[0].device, BACKWARD, error)
+            raise
+        self._backward_calls += 1
+        self._exchange(group, rows, parts, BACKWARD, layout)
+        return [
+            spread_to_copies(call, number, each.received, of_sums.back)
+            for number, each, of_sums in zip(call.plan.with_gradients, rows, sums, strict=True)
+        ]
+
+    def _rows_back(
+        self, group: dist.ProcessGroup, call: Call, gradients: Sequence[torch.Tensor]
+    ) -> tuple[list[Sums], list[Rows], Layout]:
+        """Return sums of gradients, as rows too, within their bounds, and the layout of these."""
         plan, copied = call.plan, self._caller.copied_rank(group)
         sums = [
             sums_of(call, number, gradient)
@@ -488,7 +521,9 @@ class CompressedAllToAll:
                 own = slice(0)
                 if copied is not None:
                     own = slice(sum(each.counts[:copied]), sum(each.counts[: copied + 1]))
-                flat = self._rounded(part, flat, each.ids, bound, number, group.rank(), own)
+                # One stream a rank, table and call.
+                stream = (self._backward_calls << 32) ^ (number << 16) ^ group.rank()
+                flat = self._rounder.rounded(part.state.name, flat, each.ids, bound, stream, own)
             rows.append(
                 Rows(
                     flat,
@@ -501,40 +536,7 @@ class CompressedAllToAll:
                     memory=memory.whole[number],
                 )
             )
-        self._backward_calls += 1
-        self._exchange(group, rows, parts, BACKWARD, layout)
-        return [
-            spread_to_copies(call, number, each.received, of_sums.back)
-            for number, each, of_sums in zip(plan.with_gradients, rows, sums, strict=True)
-        ]
-
-    def _rounded(
-        self,
-        part: Part,
-        flat: torch.Tensor,
-        ids: Array | None,
-        bound: float | torch.Tensor,
-        number: int,
-        rank: int,
-        own: slice,
-    ) -> torch.Tensor:
-        """Return gradients rounded stochastically, with what their rows lost before.
-
-        Those of `own` rows of this rank, which do not cross, are not rounded.
-        """
-        feedback = None
-        if self._feedback_rows and ids is not None and len(ids):
-            feedback = self._feedback_of(part.state.name, part.row)
-            flat = feedback.add_to(flat, ids)
-        if not isinstance(bound, torch.Tensor) and not bound:
-            return flat
-        # One stream a rank, table and call.
-        stream = (self._backward_calls << 32) ^ (number << 16) ^ rank
-        found = round_stochastically(flat, bound, self._seed, stream)
-        found[own] = flat[own]
-        if feedback is not None and ids is not None:
-            feedback.keep(flat - found, ids)
-        return found
+        return sums, rows, layout
 
     def _exchange(
         self,
@@ -559,40 +561,3 @@ class CompressedAllToAll:
                 counters.moved_bytes += each.moved_bytes
         finally:
             self._entered.release()
-
-
-class _AllToAll(torch.autograd.Function):
-    """Rows of tables to the ranks; their gradients back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        owner: CompressedAllToAll,
-        group: dist.ProcessGroup,
-        call: Call,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        """Exchange, and keep which rows repeat."""
-        plan = call.plan
-        results = owner.send_forward(group, call, tensors)
-        if not plan.flat:
-            pairs = zip(results, plan.parts, strict=True)
-            results = [t.view(len(t), *part.shape) for t, part in pairs]
-        ctx.call = owner, group, call
-        if len(plan.with_gradients) < len(plan.parts):
-            pairs = zip(results, plan.parts, strict=True)
-            ctx.mark_non_differentiable(*(t for t, part in pairs if not part.has_gradient))
-        return tuple(results)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Send gradients back, those of copies of a row as their sum."""
-        owner, group, call = ctx.call
-        plan = call.plan
-        given = [rows_of(gradients[i], plan.parts[i].row) for i in plan.with_gradients]
-        found = owner.send_back(group, call, given)
-        results: list[torch.Tensor | None] = [None] * len(plan.parts)
-        for i, t in zip(plan.with_gradients, found, strict=True):
-            part = plan.parts[i]
-            results[i] = t if plan.flat else t.view(sum(part.send_rows), *part.shape)
-        return None, None, None, *results

@@ -105,7 +105,7 @@ class Buffers:
                 self._lent_bytes += found.data.nbytes
             self._free = [each for each in self._free if self._lent - each.since <= MOST_AGE]
         if found is None:
-            data = torch.empty(_rounded(wanted), dtype=torch.uint8, device=device)
+            data = self._made(_rounded(wanted), device)
             with self._lock:
                 self._lent_bytes += data.nbytes
             return data
@@ -115,6 +115,18 @@ class Buffers:
                 found.mark.wait(stream)
             found.data.record_stream(stream)
         return found.data
+
+    def _made(self, n_bytes: int, device: torch.device) -> torch.Tensor:
+        """Return a new buffer; where memory is short, in place of those that are kept."""
+        try:
+            return torch.empty(n_bytes, dtype=torch.uint8, device=device)
+        except (MemoryError, RuntimeError):
+            with self._lock:
+                kept, self._free = self._free, []
+            if not kept:
+                raise
+            del kept
+        return torch.empty(n_bytes, dtype=torch.uint8, device=device)
 
     def give(self, *buffers: torch.Tensor, mark: torch.cuda.Event | None = None) -> None:
         """Keep buffers that were taken, for whoever waits for a mark on its stream."""

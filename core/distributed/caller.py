@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from typing import ClassVar
 
 import torch
@@ -14,15 +14,17 @@ import torch.distributed as dist
 
 from ..engine.advisor import NetworkModel, network_model
 from ..engine.codecs import BoundedVectorCodec
-from ..engine.kernels.cuda.stream import current_stream
 from ..engine.transfer import ThreadLane
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
+from .agreement import failed_elsewhere
 from .buffers import MOST_BYTES, Buffers
-from .device import DeviceExchange
-from .exchange import Exchange
-from .faults import ExchangeError, Faults
+from .device import DeviceExchange, say_failed_there
+from .exchange import Exchange, say_failed
+from .faults import Faults, cause_of
 from .helpers import helper_of
-from .layout import Kept, Layout, Plain, Rows, sizes_of_tables
+from .kinds import Kinds
+from .layout import Kept, Layout, Rows, sizes_of_tables
+from .plain import PlainExchange
 from .selection import (
     COMPRESSED,
     MODES,
@@ -32,19 +34,18 @@ from .selection import (
     Decision,
     Measured,
     TableChoice,
+    WayRecord,
     as_floats,
+    saved_seconds,
 )
 from .stats import Counters
-from .wire import SHORT_BYTES
+from .wire import CAUSES, SHORT_BYTES, Turn
 
 #: What `codec` accepts.
 CODECS = ("auto", "compressed", "raw")
 
 #: What decisions need of the counters.
 RECORDED = ("raw_bytes", "moved_bytes", "encode_s", "decode_s")
-
-#: Kinds of rows of which the function remembers how they are written.
-MOST_CHOICES = 64
 
 
 def checked_codec(codec: str) -> str:
@@ -98,25 +99,65 @@ class Caller:
         self._pieces = pieces
         self._lane: ThreadLane | None = None
         self._model: NetworkModel | None = None
-        self._choices: dict[tuple[torch.dtype, int, bool], TableChoice] = {}
+        self._kinds = Kinds()
         self._layouts = Kept[Layout]()
 
-    def choice_for(self, rows: Rows) -> TableChoice:
-        """Return how rows of a dtype, size and kind of bound are written."""
-        key = (rows.sent.dtype, rows.sent.shape[1], bool(rows.bound > 0))
-        if key not in self._choices and len(self._choices) >= MOST_CHOICES:
-            self._choices.clear()
-        return self._choices.setdefault(key, TableChoice())
+    def begin_call(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        kind: Hashable,
+        own: Hashable,
+        *,
+        bounded: bool,
+    ) -> TableChoice:
+        """Begin a call of the function; return how its rows are written.
+
+        From here on `decision` is that of such calls.
+
+        Parameters
+        ----------
+        group, device
+            Where ranks agree.
+        kind : hashable
+            What all ranks have alike.
+        own : hashable
+            By what the call differs from others on this rank.
+        bounded : bool
+            Whether rows may be off by a bound.
+        """
+        if self.codec != "auto" or group.size() == 1:
+            return TableChoice()
+        self.faults.check()
+        of_kind = self._kinds.of(kind)
+        if of_kind.begin(own):
+            of_kind.agree(self._agree(group, device, of_kind.misfits()))
+        self.decision = of_kind.decision
+        return of_kind.choice(bounded=bounded)
+
+    def takes_ids_of(self, group: dist.ProcessGroup, kind: Hashable) -> bool:
+        """Return whether the next call of a kind needs ids as `takes_ids` says; begins nothing."""
+        if self.codec != "auto" or group.size() == 1:
+            return not self.is_plain()
+        decision = self._kinds.next_decision(kind)
+        return decision is None or decision.mode() != PLAIN or decision.decides_next()
 
     def is_plain(self, way: int = 0) -> bool:
         """Return whether torch's own collective delivers the next exchange."""
         return self.codec == "raw" or self._mode(way) == PLAIN
 
+    def takes_ids(self, way: int = 0) -> bool:
+        """Return whether the next exchange needs the ids of rows: to go by, or to decide by."""
+        return not self.is_plain(way) or (self.codec == "auto" and self.decision.decides_next(way))
+
     def _mode(self, way: int) -> str:
         """Return how the next exchange crosses; nothing is decided but by "auto"."""
         if self.codec == "auto":
-            return self.decision.modes[way]
+            return self.decision.mode(way)
         return PIECES if self._pieces > 1 else COMPRESSED
+
+    def _turn(self, way: int) -> Turn:
+        return self.decision.turn(way) if self.codec == "auto" else Turn()
 
     def copied_rank(self, group: dist.ProcessGroup) -> int | None:
         """Return the rank of a group whose rows are copied: this one, or None for none."""
@@ -169,49 +210,123 @@ class Caller:
             self._plain(group, tables, self.counters[way], layout)
             return
         self.faults.check()
-        model = self._due_model(group, device, way)
-        if model is not None:
-            self._choose(group, tables, choices, model)
-        if self.is_plain(way):
-            if model is not None:
-                self._decide_while_plain(group, tables, choices, model, way)
+        turn = self._turn(way)
+        due = self._begin(group, way)
+        try:
+            exchange = self._exchange_of(group, tables, choices, way, layout, turn, due)
+        except Exception as error:
+            self._fail(group, device, error, way, due=due)
+            raise
+        if exchange is None:
+            if due:
+                self._decide_while_plain(group, tables, choices, way)
             self._plain(group, tables, self.counters[way], layout)
             return
-        numbers = self._predictions(group, model)
-        for table, choice in zip(tables, choices, strict=True):
-            table.candidate = choice.candidate
+        self.decision.agreed(way)
         counters = self.counters[way]
         before = {name: getattr(counters, name) for name in RECORDED}
-        exchange = Exchange(
-            group,
-            tables,
-            counters,
-            self.faults,
-            buffers=self.buffers,
-            pieces=self._pieces if self._mode(way) == PIECES else 1,
-            lane=self._pieces_lane(),
-            numbers=numbers,
-        )
         try:
             exchange.run()
         finally:
             # Also where this rank alone fails: the others go on with what was decided.
-            if numbers and exchange.of_ranks is not None:
+            if due and exchange.of_ranks is not None:
                 self.decision.decide(exchange.of_ranks)
         record = self.decision.records[way]
         record.calls += 1
+        record.saved_back_bytes += _saved_back_bytes(group, tables)
         for name in RECORDED:
             took = getattr(counters, name) - before[name]
             setattr(record, name, getattr(record, name) + took)
 
-    def _due_model(
-        self, group: dist.ProcessGroup, device: torch.device, way: int
-    ) -> NetworkModel | None:
-        """Count a call; return the model of the group's network where this one decides."""
-        due = self.decision.begin(way) and self.codec == "auto" and group.size() > 1
-        if due and self._model is None:
+    def _exchange_of(
+        self,
+        group: dist.ProcessGroup,
+        tables: Sequence[Rows],
+        choices: Sequence[TableChoice],
+        way: int,
+        layout: Layout,
+        turn: Turn,
+        due: bool,
+    ) -> Exchange | None:
+        """Return the exchange of a call, None of one that is plain; measure where it decides."""
+        if due:
+            self._choose(group, tables, choices)
+        if self.is_plain(way):
+            return None
+        for table, choice in zip(tables, choices, strict=True):
+            table.candidate = choice.candidate
+        return Exchange(
+            group,
+            tables,
+            self.counters[way],
+            self.faults,
+            buffers=self.buffers,
+            pieces=self._pieces if self._mode(way) == PIECES else 1,
+            lane=self._pieces_lane(),
+            numbers=self._predictions(group) if due else [],
+            turn=turn,
+            layout=layout,
+        )
+
+    def _begin(self, group: dist.ProcessGroup, way: int) -> bool:
+        """Count a call on the host; return whether it decides."""
+        return self.decision.begin(way) and self.codec == "auto" and group.size() > 1
+
+    def fail_call(
+        self, group: dist.ProcessGroup, device: torch.device, way: int, error: Exception
+    ) -> None:
+        """Have the other ranks know that this one failed before its exchange of a call.
+
+        It takes part in what they do first in that call, and says so: they raise. What is wrong
+        with an argument is raised alone, and torch's own collective has no place to say it: there
+        others wait, and this rank raises from now on.
+        """
+        if isinstance(error, (ArgumentError, ArgumentTypeError)) or group.size() == 1:
+            return
+        if self.codec == "raw" or self.faults.is_known:
+            return
+        if self.coded_on_device(device):
+            due = self.codec == "auto" and self.decision.is_due(way)
+        else:
+            due = self._begin(group, way)
+            if due:
+                with suppress(Exception):  # the error that is reported is raised
+                    self._network(group, device)
+        self._fail(group, device, error, way, due=due)
+
+    def _fail(
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        error: Exception,
+        way: int,
+        *,
+        due: bool,
+    ) -> None:
+        """Say that this rank failed where the others wait for it first in a call."""
+        if self.faults.is_known:
+            return  # a collective failed, of which they know, too
+        there, plain = self.coded_on_device(device), self.is_plain(way)
+        with suppress(Exception):  # the error that is reported is raised
+            if due and (there or plain):
+                numbers = 1 if there else self.decision.count
+                self._agree(group, device, [-1.0] * numbers, error)
+            elif plain:
+                self.faults.broken(_reason_of(error))
+            elif there:
+                helper = helper_of(group, device.type)
+                helper.lane.submit(say_failed_there, helper, self.faults, error).result()
+            else:
+                self.faults.failed(_reason_of(error), known_to_all=False, cause=cause_of(error))
+                say_failed(group, self.faults)
+        if self.faults.to_report:
+            self.faults.broken(_reason_of(error))
+
+    def _network(self, group: dist.ProcessGroup, device: torch.device) -> NetworkModel | None:
+        """Return the model of the group's network: all ranks ask for it first in the same call."""
+        if self._model is None:
             self._model = self.faults.stage("sizes", lambda: network_model(group, device))
-        return self._model if due else None
+        return self._model
 
     def start(
         self,
@@ -246,12 +361,14 @@ class Caller:
             # Without counting: nothing is decided.
             return self._plain(group, tables, self.counters[way], layout, async_op=async_op)
         self.faults.check()
+        turn = self._turn(way)
         if self.codec == "auto" and self.decision.is_due(way):
-            self._measure_modes(group, tables, way, layout)
+            self._measure_modes(group, tables, way, layout, turn)
         mode = self._mode(way)
         if mode == PLAIN:
             return self._plain(group, tables, self.counters[way], layout, async_op=async_op)
-        exchange = self._coded(group, tables, self.counters[way], layout, mode)
+        exchange = self._coded(group, tables, self.counters[way], layout, mode, turn)
+        self.decision.agreed(way)
         exchange.start()
         return exchange
 
@@ -262,55 +379,53 @@ class Caller:
         counters: Counters,
         layout: Layout,
         mode: str,
+        turn: Turn,
     ) -> DeviceExchange:
-        helper = helper_of(group, tables[0].sent.device.type)
-        return DeviceExchange(
-            helper,
-            tables,
-            counters,
-            self.faults,
-            buffers=self.buffers,
-            pieces=self._pieces if mode == PIECES else 1,
-            lane=helper.stream,
-            own_rows_cross=self.own_rows_cross,
-            layout=layout,
-        )
+        device = tables[0].sent.device
+        helper = helper_of(group, device.type)
+        try:
+            return DeviceExchange(
+                helper,
+                tables,
+                counters,
+                self.faults,
+                buffers=self.buffers,
+                pieces=self._pieces if mode == PIECES else 1,
+                lane=helper.stream,
+                own_rows_cross=self.own_rows_cross,
+                layout=layout,
+                turn=turn,
+            )
+        except Exception as error:
+            helper.lane.submit(say_failed_there, helper, self.faults, error).wait()
+            raise
 
     def _measure_modes(
-        self, group: dist.ProcessGroup, tables: Sequence[Rows], way: int, layout: Layout
+        self,
+        group: dist.ProcessGroup,
+        tables: Sequence[Rows],
+        way: int,
+        layout: Layout,
+        turn: Turn,
     ) -> None:
         """Exchange these rows in each mode, and decide by what the slowest rank's exchanges took.
 
         As a whole: what coding takes a GPU, and a link for fewer bytes, says nothing of the host,
-        which takes most of an exchange of small tables.
+        which takes most of an exchange of small tables. Where all rows cross, so do all gradients
+        back: what that takes is counted, too.
         """
-        device = tables[0].sent.device
+        device, saved = tables[0].sent.device, _saved_back_bytes(group, tables)
+        (any_saved,) = self._agree(group, device, [float(saved > 0)])
         seconds = []
         for mode in MODES:
             trials = 0 if mode == PIECES and self._pieces == 1 else 1 + TRIALS
-            took = [self._seconds_of(group, tables, layout, mode, device) for _ in range(trials)]
+            took = [self._seconds_of(group, tables, layout, mode, turn) for _ in range(trials)]
             # The first one may compile, or make connections.
             seconds.append(min(took[1:], default=-1.0))
-        self._agree(group, seconds, device, partial(self.decision.decide_way, way))
-
-    def _together(
-        self, group: dist.ProcessGroup, device: torch.device, error: Exception | None
-    ) -> None:
-        """Wait for all ranks; where one has failed alone, all of them raise.
-
-        Else it would not take part in what the others do next.
-        """
-        failed = torch.full((1,), float(error is not None), device=device)
-        stage = partial(dist.all_reduce, failed, dist.ReduceOp.MAX, group=group)
-        self.faults.stage("sizes", stage)
-        if not float(failed):
-            return
-        if error is not None:
-            self.faults.reported()
-            raise error
-        reason = "another rank failed in an exchange by which modes are measured"
-        self.faults.failed(reason, known_to_all=True)
-        raise ExchangeError(reason)
+        model = self._network(group, device) if any_saved else None
+        if model is not None:
+            seconds[MODES.index(PLAIN)] += saved_seconds(model, layout.all_raw_bytes, saved)
+        self.decision.decide_way(way, self._agree(group, device, seconds))
 
     def _seconds_of(
         self,
@@ -318,31 +433,33 @@ class Caller:
         tables: Sequence[Rows],
         layout: Layout,
         mode: str,
-        device: torch.device,
+        turn: Turn,
     ) -> float:
         """Return the seconds of an exchange of copies of these tables, begun by all ranks at once.
 
         What is received is written, as it is again by the exchange that counts.
         """
+        device = tables[0].sent.device
         copies = [
             replace(t, repeats=None if t.repeats is None else list(t.repeats), places=[])
             for t in tables
         ]
-        self._together(group, device, None)
+        self._agree(group, device)
         started, failed = time.perf_counter(), None
+        if mode == PLAIN:
+            self._plain(group, copies, Counters(), layout)
+            _wait(device)
+            return time.perf_counter() - started
+        exchange = self._coded(group, copies, Counters(), layout, mode, turn)
         try:
-            if mode == PLAIN:
-                self._plain(group, copies, Counters(), layout)
-            else:
-                self._coded(group, copies, Counters(), layout, mode).run()
+            exchange.run()
             _wait(device)
         except Exception as error:
-            if not self.faults.to_report:  # all know, or the group is of no more use
+            if not exchange.crossed:  # all raise, or the group is of no more use
                 raise
             failed = error
         seconds = time.perf_counter() - started
-        if mode != PLAIN:
-            self._together(group, device, failed)
+        self._agree(group, device, error=failed)
         return seconds
 
     def _pieces_lane(self) -> ThreadLane | None:
@@ -355,28 +472,28 @@ class Caller:
         group: dist.ProcessGroup,
         tables: Sequence[Rows],
         choices: Sequence[TableChoice],
-        model: NetworkModel,
     ) -> None:
         """Measure each table's candidates on the rows for the rank that gets most."""
+        model = self._network(group, tables[0].sent.device)
+        assert model is not None  # of several ranks
         own = group.rank()
         for table, choice in zip(tables, choices, strict=True):
-            parts = torch.split(table.sent, list(table.send_rows))
-            others = [part for rank, part in enumerate(parts) if rank != own]
-            choice.choose(max(others, key=len), float(table.bound), model)
+            to = max((rank for rank in range(group.size()) if rank != own), key=table.rows_for)
+            rows = torch.split(table.sent, list(table.send_rows))[to]
+            repeats = table.repeats[to] if table.repeats else None
+            choice.choose(rows, float(table.bound), model, repeats)
 
     def _decide_while_plain(
         self,
         group: dist.ProcessGroup,
         tables: Sequence[Rows],
         choices: Sequence[TableChoice],
-        model: NetworkModel,
         way: int,
     ) -> None:
         """Decide by what compressing these rows would take, agreed in one small all-reduce."""
-        record = self.decision.records[way]
+        record = self.decision.records[way] = WayRecord(calls=1)
         rank = group.rank()
-        record.calls = 1
-        record.raw_bytes = record.moved_bytes = record.encode_s = record.decode_s = 0.0
+        record.saved_back_bytes = _saved_back_bytes(group, tables)
         for table, choice in zip(tables, choices, strict=True):
             raw = table.raw_bytes(rank)
             found = choice.measured.get(choice.candidate.name, Measured(1.0, 0.0, 0.0))
@@ -384,26 +501,39 @@ class Caller:
             record.moved_bytes += raw / found.ratio
             record.encode_s += raw * found.encode_s_per_byte
             record.decode_s += raw * found.decode_s_per_byte
-        predicted = as_floats(self._predictions(group, model))
-        self._agree(group, predicted, tables[0].sent.device, self.decision.decide_by)
+        predicted = as_floats(self._predictions(group))
+        self.decision.decide_by(self._agree(group, tables[0].sent.device, predicted))
 
-    def _predictions(self, group: dist.ProcessGroup, model: NetworkModel | None) -> list[int]:
-        """Return this rank's predictions as numbers, none where nothing is decided."""
-        if model is None:
-            return []
-        return self.decision.predictions(model, group.size() - 1, SHORT_BYTES)
+    def _predictions(self, group: dist.ProcessGroup) -> list[int]:
+        """Return this rank's predictions as numbers, of a call that decides."""
+        assert self._model is not None  # `_choose` asked for it
+        return self.decision.predictions(self._model, group.size() - 1, SHORT_BYTES)
 
     def _agree(
         self,
         group: dist.ProcessGroup,
-        seconds: Sequence[float],
         device: torch.device,
-        decide: Callable[[list[float]], None],
-    ) -> None:
-        """Decide by the seconds of the slowest rank, found by one small all-reduce."""
-        slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
-        self.faults.stage("sizes", lambda: dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group))
-        decide(slowest.tolist())
+        numbers: Sequence[float] = (),
+        error: Exception | None = None,
+    ) -> list[float]:
+        """Return the largest of each of all ranks' numbers, found by one small all-reduce.
+
+        Where a rank has an `error`, all raise: it would not take part in what the others do next.
+        """
+        failed = 0.0
+        if error is not None:
+            self.faults.failed(_reason_of(error), known_to_all=False, cause=cause_of(error))
+            failed = 1.0 + group.rank() * len(CAUSES) + self.faults.cause
+        largest = torch.tensor([failed, *numbers], dtype=torch.float64, device=device)
+        self.faults.stage("sizes", lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, group=group))
+        failed, *found = largest.tolist()
+        if error is not None:
+            self.faults.reported()
+            raise error
+        if failed:
+            rank, cause = divmod(int(failed) - 1, len(CAUSES))
+            raise failed_elsewhere("this exchange", {rank: cause}, self.faults)
+        return found
 
     def _plain(
         self,
@@ -414,94 +544,19 @@ class Caller:
         *,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Let torch's own collective deliver the rows of all tables at once; return what it did."""
-        self.faults.check()
-        started = time.perf_counter()
-        work = None
-        if len(layout.wide) == 1:
-            table = tables[layout.wide[0]]
-            received, sent = table.received.view(torch.uint8), table.sent.view(torch.uint8)
-            work = self._delivered(
-                group, received, sent, table.receive_rows, table.send_rows, async_op
-            )
-        elif layout.wide:
-            self._deliver_together(group, tables, layout)
-        for table, n_bytes in zip(tables, layout.plain.raw_bytes, strict=True):
-            table.repeats, table.places, table.moved_bytes = None, [], n_bytes
-        counters.raw_bytes += layout.plain.all_raw_bytes
-        counters.moved_bytes += layout.plain.all_raw_bytes
-        counters.payload_s += time.perf_counter() - started
-        counters.plain_calls += 1
-        return work
-
-    def _deliver_together(
-        self, group: dist.ProcessGroup, tables: Sequence[Rows], layout: Layout
-    ) -> None:
-        """Deliver the rows of several tables by one collective, rank after rank."""
-        device, plain = tables[layout.wide[0]].sent.device, layout.plain
-        taken: list[torch.Tensor] = []
-        try:
-            for sizes in (plain.send_bytes, plain.receive_bytes):
-                taken.append(self.buffers.take(sum(sizes), device))
-            given, found = (
-                data[: sum(sizes)]
-                for data, sizes in zip(taken, (plain.send_bytes, plain.receive_bytes), strict=True)
-            )
-            self._gather(tables, layout, given)
-            self._delivered(group, found, given, plain.receive_bytes, plain.send_bytes, False)
-            self._spread(tables, layout, found)
-        except BaseException:
-            self.buffers.forget(*taken)
-            raise
-        mark = None
-        if device.type == "cuda":
-            mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            mark.record(current_stream(device))
-        self.buffers.give(*taken, mark=mark)
-
-    def _gather(self, tables: Sequence[Rows], layout: Layout, given: torch.Tensor) -> None:
-        """Write rows to bytes, rank after rank and table after table."""
-        plain = layout.plain
-        rows = {i: tables[i].sent for i in layout.wide}
-        if not plain.alike:
-            rows = {i: t.view(-1).view(torch.uint8) for i, t in rows.items()}
-        parts = {i: t.split_with_sizes(plain.sent_units[i]) for i, t in rows.items()}
-        pieces = [parts[table][rank] for rank, table in plain.sent]
-        if pieces:
-            torch.cat(pieces, out=_in_units(given, plain, tables[layout.wide[0]].sent))
-
-    def _spread(self, tables: Sequence[Rows], layout: Layout, found: torch.Tensor) -> None:
-        """Write what came, rank after rank and table after table, to the tables."""
-        plain = layout.plain
-        parts = [table.parts or table.received_parts() for table in tables]
-        into = [parts[table][rank] for rank, table in plain.received]
-        if not into:
-            return
-        if not plain.alike:
-            into = [part.view(-1).view(torch.uint8) for part in into]
-        rows = _in_units(found, plain, tables[layout.wide[0]].received)
-        torch._foreach_copy_(into, list(rows.split_with_sizes(plain.units)))
-
-    def _delivered(
-        self,
-        group: dist.ProcessGroup,
-        received: torch.Tensor,
-        sent: torch.Tensor,
-        receive: Sequence[int],
-        send: Sequence[int],
-        async_op: bool,
-    ) -> dist.Work | None:
-        """Deliver bytes by torch's own collective: gloo knows few dtypes."""
-        sizes = list(receive), list(send)
-        work: dist.Work | None = self.faults.stage(
-            "payload", lambda: dist.all_to_all_single(received, sent, *sizes, group, async_op)
+        """Let torch's own collective deliver the rows of all tables; return what it did."""
+        exchange = PlainExchange(
+            group, tables, counters, self.faults, buffers=self.buffers, layout=layout
         )
-        return work
+        return exchange.run(async_op=async_op)
 
 
-def _in_units(data: torch.Tensor, plain: Plain, like: torch.Tensor) -> torch.Tensor:
-    """Return bytes as rows of a tensor's kind, where all tables have one."""
-    return data.view(like.dtype).view(-1, like.shape[1]) if plain.alike else data
+def _saved_back_bytes(group: dist.ProcessGroup, tables: Sequence[Rows]) -> int:
+    return sum(table.saved_back_bytes(group.rank()) for table in tables)
+
+
+def _reason_of(error: Exception) -> str:
+    return f"encoding: {error!r:.200}"
 
 
 def _wait(device: torch.device) -> None:

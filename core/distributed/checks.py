@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..dtypes import dense, dtype_name
+from ..engine.codecs import check_tensor_argument
 from ..engine.codecs.base import check_indices_argument, rows_as_bytes
 from ..engine.kernels.vector_format import KINDS
 from ..errors import ArgumentError, ArgumentTypeError
-from .messages import Repeats
+from .messages import Array, Repeats
 from .wire import DTYPES, MOST_BYTES, MOST_ELEMENTS, MOST_ROWS
 
 
@@ -24,28 +26,109 @@ def refuse_capture(t: torch.Tensor) -> None:
         )
 
 
+def named(argument: str, table: str) -> str:
+    """Return how errors name an argument, of one of several tables with its name."""
+    return f"{argument}: {table}" if table else argument
+
+
+def check_names(tables: Collection[str], **arguments: Any) -> None:
+    """Refuse arguments that are no mapping from names of tables."""
+    for argument, given in arguments.items():
+        if not isinstance(given, Mapping):
+            raise ArgumentTypeError(f"{argument}: expected a mapping by table, got {given!r:.60}")
+        if not given.keys() <= set(tables):
+            unknown = sorted(map(str, set(given) - set(tables)))
+            raise ArgumentError(f"{argument}: {unknown}, tables are {sorted(tables)}")
+
+
+def check_rows(
+    name: str, t: torch.Tensor, row_elements: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Refuse rows that are not those of a planned table, on a device."""
+    check_tensor_argument(f"inputs: {name}", t)
+    if t.dim() != 2 or t.shape[1] != row_elements:
+        raise ArgumentError(f"inputs: {name}: {list(t.shape)}, expected [N, {row_elements}]")
+    if t.dtype != dtype:
+        raise ArgumentTypeError(f"inputs: {name}: {t.dtype}, planned is {dtype}")
+    if t.device != device:
+        raise ArgumentTypeError(f"inputs: {name}: on {t.device}, others on {device}")
+
+
+def sizes_of(argument: str, given: Any, table: str = "") -> tuple[int, ...] | None:
+    """Return sizes by rank as integers, None where none are given, or refuse what has none."""
+    return None if given is None else sizes_by_table(argument, {table: given})[table]
+
+
+def sizes_by_table(argument: str, given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """Return by table sizes by rank as integers, or refuse what has none."""
+    found = {}
+    for table, sizes in given.items():
+        try:
+            found[table] = tuple(map(int, sizes))
+        except (TypeError, ValueError):
+            raise ArgumentTypeError(
+                f"{named(argument, table)}: expected a size for each rank, got {sizes!r:.60}"
+            ) from None
+    return found
+
+
+def checked_ids(
+    table: str, received_ids: torch.Tensor | None, rows: int, *, needed: bool
+) -> Array | None:
+    """Return the ids of so many rows that come, int64 on the host."""
+    argument = named("received_ids", table)
+    if received_ids is None:
+        if needed and rows:
+            raise ArgumentError(f"{argument}: None, error_feedback keeps what was lost by id")
+        return None
+    ids: Array = check_indices_argument(received_ids, argument).cpu().numpy()
+    if len(ids) != rows:
+        raise ArgumentError(f"{argument}: {len(ids)} ids, {rows} rows come")
+    return ids
+
+
+def device_of_group(group: dist.ProcessGroup) -> torch.device:
+    """Return where the rows of a group are whose rank has none.
+
+    Raises
+    ------
+    ArgumentError
+        When the group has backends for both.
+    """
+    config = str(dist.get_backend_config(group))
+    backends = dict(each.split(":") for each in config.split(","))
+    on_gpu = backends.get("cuda") == "nccl"
+    if on_gpu and "cpu" in backends and backends["cpu"] != "nccl":
+        raise ArgumentError(
+            f"inputs: none on this rank, and the group has {config}: give device= where tables are "
+            "planned"
+        )
+    return torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+
 def repeats_of(
-    name: str,
+    table: str,
     rows: torch.Tensor,
     send_rows: Sequence[int],
     row_ids: torch.Tensor | None,
     *,
-    plain: bool,
+    needed: bool,
 ) -> list[Repeats | None] | None:
     """Return for each rank which of its rows ``[N, row]`` share an id; waits for a GPU.
 
-    None where torch's own collective delivers the rows, in which all cross.
+    None where that is not `needed`: torch's own collective delivers the rows, in which all cross.
     """
     if row_ids is None:
         return None
-    ids = check_indices_argument(row_ids, "row_ids")
+    argument, name = named("row_ids", table), f"inputs {table}" if table else "input"
+    ids = check_indices_argument(row_ids, argument)
     if ids.device.type != "cpu" and ids.device != rows.device:
         raise ArgumentTypeError(
-            f"row_ids: on {ids.device}, expected cpu or {rows.device}, where {name} is"
+            f"{argument}: on {ids.device}, expected cpu or {rows.device}, where {name} is"
         )
     if len(ids) != rows.shape[0]:
-        raise ArgumentError(f"row_ids: {len(ids)} ids, {name} has {rows.shape[0]} rows")
-    if plain:
+        raise ArgumentError(f"{argument}: {len(ids)} ids, {name} has {rows.shape[0]} rows")
+    if not needed:
         return None
     found = [
         Repeats.of(part) if len(part) else None for part in torch.split(ids.cpu(), list(send_rows))
@@ -58,7 +141,7 @@ def repeats_of(
     if any(found) and rows.shape[1]:
         bits = rows_as_bytes(rows, rows.shape[1] * rows.element_size())
         if not torch.equal(bits[sent.to(rows.device)], bits):
-            raise ArgumentError("row_ids: rows of one id differ")
+            raise ArgumentError(f"{argument}: rows of one id differ")
     return found
 
 
@@ -104,16 +187,18 @@ def cut_rows(
     row: int,
     splits: Sequence[int] | None,
     group: dist.ProcessGroup,
+    table: str = "",
 ) -> tuple[torch.Tensor, list[int]]:
-    """Return a tensor as rows ``[N, row]``, and the rows for each rank of a group."""
+    """Return a tensor, of a table, as rows ``[N, row]``, and the rows for each rank of a group."""
     ranks = group.size()
     size, unit = t.shape[0], row if t.dim() == 1 else 1
-    if splits is None:
+    what = named(f"{name}_split_sizes", table)
+    given = sizes_of(f"{name}_split_sizes", splits, table)
+    if given is None:
         if size % ranks:
             raise ArgumentError(f"{name}: {size} along the first dimension for {ranks} ranks")
-        splits = [size // ranks] * ranks
-    what = f"{name}_split_sizes"
-    counts = [int(n) for n in splits]
+        given = (size // ranks,) * ranks
+    counts = list(given)
     if len(counts) != ranks:
         raise ArgumentError(f"{what}: {len(counts)} sizes, the group has {ranks} ranks")
     if min(counts) < 0 or sum(counts) != size:
@@ -125,7 +210,8 @@ def cut_rows(
     most = min(MOST_ROWS, MOST_BYTES // (row * t.element_size() + 4))
     if max(rows) >= most or row >= MOST_ELEMENTS:
         raise ArgumentError(
-            f"{name}: {max(rows)} rows of {row} elements for one rank, expected fewer than {most}"
+            f"{named(name, table)}: {max(rows)} rows of {row} elements for one rank, expected "
+            f"fewer than {most}"
         )
     return rows_of(t, row), rows
 

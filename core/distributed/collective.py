@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from datetime import timedelta
 from typing import Any
 
@@ -49,7 +50,13 @@ class ExchangeWork(dist.Work):
         TimeoutError
             When it takes longer; the exchange goes on.
         """
-        self._finish(timeout.total_seconds() if timeout else None)
+        seconds = timeout.total_seconds() if timeout else None
+        try:
+            self._finish(seconds)
+        except futures.TimeoutError:  # before Python 3.11 another class
+            if self._done():
+                raise
+            raise TimeoutError(f"timeout: the exchange takes longer than {seconds} s") from None
         return True
 
     def synchronize(self) -> None:
@@ -103,14 +110,16 @@ def all_to_all_single(
         in a thread with a communicator of its own, which all ranks of the group make in their first
         such call. Neither tensor is to be used until `wait` returned.
     codec : str
-        ``"auto"``: equation 2 of the paper. In the ninth call and then in each 64th one the ranks
-        of a group compare what compressing took with what torch's own collective would take on
-        this link, measured, and go on with what is faster; each chooses among references, Huffman
-        codes, fixed fields and raw rows by measured sizes and rates. On a GPU these calls exchange
-        their rows both ways several times, and what a whole exchange takes decides; where that
-        changes nothing, later decisions are up to 16 times as far apart. ``"compressed"``:
-        compressed on any link, in few bytes. ``"raw"``: torch's own collective, which takes no
-        bound.
+        ``"auto"``: equation 2 of the paper. In the ninth call and then in each 64th one of a kind
+        the ranks of a group compare what compressing took with what torch's own collective would
+        take on this link, measured, and go on with what is faster; each chooses among references,
+        Huffman codes, fixed fields and raw rows by measured sizes and rates. On a GPU these calls
+        exchange their rows both ways several times, and what a whole exchange takes decides; where
+        that changes nothing, later decisions are up to 16 times as far apart. A kind are calls with
+        rows of one dtype and size; where these come in a cycle of up to eight that differ in size,
+        bound or ids (rows, then gradients, say), each place in it is decided for itself, from the
+        16th, 64th, 256th or 1,024th call on. ``"compressed"``: compressed on any link, in few
+        bytes. ``"raw"``: torch's own collective, which takes no bound.
     error_bound : float or ErrorBound, optional
         How far an element may be from the one that was sent, a number as a share of the largest
         less the least finite value of `input`, on a GPU of the part for each rank; every bit is
@@ -134,8 +143,9 @@ def all_to_all_single(
     ArgumentError, ArgumentTypeError
         When an argument is not as above, before anything is sent.
     ExchangeError
-        When a rank fails or ranks disagree; nothing is written to `output`. Ranks that agreed with
-        all others raise in their next call, in which all raise.
+        When a rank fails or ranks disagree; nothing is written to `output`. A rank that fails
+        before it could send, for want of memory say, is named with the cause on all others. Ranks
+        that agreed with all others raise in their next call, in which all raise.
     CorruptedDataError
         When a message is damaged; nothing is written to `output`. On a GPU damage in a body is
         reported by a later call, and its rows are not written.
@@ -145,6 +155,8 @@ def all_to_all_single(
     Sections III-D and III-E of the SC'24 paper on the all-to-all of recommenders.
     """
     bound = checked_bound(error_bound)
+    if bound is not None:
+        bound.at(0)  # a schedule of the caller's may give no bound
     checked_codec(codec)
     if codec == "raw" and bound is not None:
         raise ArgumentError("error_bound: given with codec='raw', which keeps every bit")
@@ -178,10 +190,26 @@ def all_to_all_single(
 
     caller = function_caller(group, codec)
     there = caller.coded_on_device(input.device)
-    plain = there and caller.is_plain()  # an asynchronous exchange on the CPU has another caller
-    repeats = repeats_of("input", sent, send_rows, row_ids, plain=plain)
+    # What all ranks have alike, and by what a call differs from others on this rank.
+    kind = str(input.dtype), row
+    own = (
+        (sent.nbytes + target.nbytes).bit_length() // 2,
+        None if bound is None else (bound.kind, bound.value),
+        row_ids is not None,
+    )
+    # An asynchronous exchange on the CPU has another caller, which is not asked here.
+    needed = not there or caller.takes_ids_of(group, kind)
+    repeats, failed = None, None
+    try:
+        repeats = repeats_of("", sent, send_rows, row_ids, needed=needed)
+    except (ArgumentError, ArgumentTypeError):
+        raise
+    except Exception as error:
+        failed = error  # raised where the other ranks come to know of it
 
     def rows_to(into: torch.Tensor) -> Rows:
+        if failed is not None:
+            raise failed
         value: float | torch.Tensor = 0.0
         relative = False
         if bound is not None and sent.device.type == "cpu":
@@ -191,8 +219,13 @@ def all_to_all_single(
         return Rows(sent, into, send_rows, receive_rows, value, relative, repeats=repeats)
 
     if there:
-        # What is damaged is not written there.
-        started = caller.start(group, [rows_to(target)], async_op=async_op)
+        caller.begin_call(group, input.device, kind, own, bounded=bound is not None)
+        try:
+            rows = rows_to(target)  # what is damaged is not written there
+        except Exception as error:
+            caller.fail_call(group, input.device, 0, error)
+            raise
+        started = caller.start(group, [rows], async_op=async_op)
         if isinstance(started, DeviceExchange):
             work: dist.Work = ExchangeWork(started.finish, started.done, started.exception)
         else:
@@ -201,10 +234,15 @@ def all_to_all_single(
 
     def run(over: dist.ProcessGroup) -> None:
         caller = function_caller(over, codec)
-        # What comes compressed may be damaged: the output is written once all of it is sound.
-        into = target if caller.is_plain() else torch.empty_like(target)
-        rows = rows_to(into)
-        caller.exchange(over, [rows], [caller.choice_for(rows)])
+        choice = caller.begin_call(over, input.device, kind, own, bounded=bound is not None)
+        try:
+            # What comes compressed may be damaged: the output is written once all of it is sound.
+            into = target if caller.is_plain() else torch.empty_like(target)
+            rows = rows_to(into)
+        except Exception as error:
+            caller.fail_call(over, input.device, 0, error)
+            raise
+        caller.exchange(over, [rows], [choice])
         if into is not target:
             target.copy_(into)
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache, partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,13 @@ from ..engine.transfer import StreamLane, ThreadTask
 from ..errors import BitslabError, CorruptedDataError
 from .agreement import Difference
 from .buffers import Buffers
-from .device_parts import Came, Coded, Coder, Message, Part, Places, Section
-from .faults import ExchangeError, Faults
+from .device_parts import Coded, Coder, Joined, Message, Part, Section, bytes_of, uploaded
+from .device_reader import DeviceReader
+from .faults import ExchangeError, Faults, cause_of
 from .helpers import Helper
 from .layout import Layout, Rows, sizes_of_tables
-from .messages import Array, Fields
 from .stats import Counters
-from .wire import BY_ID_HEADER, DESCRIPTOR_BYTES, FAILED, PART_SIZE
+from .wire import DESCRIPTOR_BYTES, FAILED, Turn, descriptor
 
 
 class DeviceExchange:
@@ -64,6 +63,8 @@ class DeviceExchange:
         Whether rows of this rank for itself are coded and cross like others; else they are copied.
     layout : Layout, optional
         Of the tables' sizes, where it is known.
+    turn : Turn
+        Which call this is.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class DeviceExchange:
         lane: StreamLane | None = None,
         own_rows_cross: bool = False,
         layout: Layout | None = None,
+        turn: Turn = Turn(),  # noqa: B008 - a constant
     ) -> None:
         self._helper, self._tables = helper, tables
         self._counters, self._faults = counters, faults
@@ -91,13 +93,16 @@ class DeviceExchange:
         self._lane = lane
         if layout is None:
             layout = Layout(sizes_of_tables(tables), self._rank, self._size, self._copied)
-        self._layout, self._agreement = layout, layout.agreement(pieces)
+        self._layout, self._calls = layout, turn.calls
+        self._agreement = layout.agreement(pieces, turn.decide_every)
+        self._reader = DeviceReader(tables, layout, pieces, self._coder, self._copied)
         self._difference: Difference | None = None
-        self._received = [table.parts or table.received_parts() for table in tables]
         self._sent: dict[int, Sequence[torch.Tensor]] = {}
         self._begun_on: torch.cuda.Stream | None = None
         self._stopped = self._own_rows_copied = False
         self._damage: Exception | None = None
+        #: Whether all has crossed: what fails then, fails on this rank alone.
+        self.crossed = False
         self._tasks: list[ThreadTask[torch.cuda.Event | None]] = []
 
     def run(self) -> None:
@@ -128,11 +133,10 @@ class DeviceExchange:
                 numbers = [t for each in coded for t in (each.offsets, each.sizes)]
                 host, encoded = self._to_host(numbers)
             except BaseException as error:
-                reason = f"encoding: {error!r:.200}"
                 if isinstance(error, Exception):
-                    self._helper.lane.submit(self._say_failed, reason).wait()
+                    self._helper.lane.submit(self._fail, error).wait()
                 else:  # an interrupt waits for no rank
-                    self._faults.broken(reason)
+                    self._faults.broken(_reason_of(error))
                 raise
             self._tasks.append(self._helper.lane.submit(self._stages, piece, coded, host, encoded))
 
@@ -170,7 +174,7 @@ class DeviceExchange:
         if self._device.type == "cuda" and current_stream(self._device) is not self._begun_on:
             for number in tables:  # memory of the stream on which this began
                 self._tables[number].sent.record_stream(current_stream(self._device))
-        into = [self._received[number][rank] for number in tables]
+        into = [self._reader.received[number][rank] for number in tables]
         torch._foreach_copy_(into, [sent[number][rank] for number in tables])
 
     def _sent_by_rank(self) -> dict[int, Sequence[torch.Tensor]]:
@@ -199,7 +203,7 @@ class DeviceExchange:
                     for part, piece in zip(each.parts, pieces, strict=True)
                     if piece.nbytes < part.coded.nbytes
                 ]
-                decode += self._best(partial(self._decode, bodies))
+                decode += self._best(partial(self._reader.decode, bodies))
         self._give_back()
         return encode, decode, moved
 
@@ -271,7 +275,7 @@ class DeviceExchange:
         cuts.append(len(coded.out) - offsets[len(sizes)])
         bodies = coded.out.split_with_sizes(cuts)
         return [
-            bodies[2 * i] if sizes[i] < part.coded.nbytes else _bytes_of(part.coded)
+            bodies[2 * i] if sizes[i] < part.coded.nbytes else bytes_of(part.coded)
             for i, part in enumerate(coded.parts)
         ]
 
@@ -285,26 +289,24 @@ class DeviceExchange:
         encoded: torch.cuda.Event | None,
     ) -> torch.cuda.Event | None:
         """Exchange a piece; return the event behind all that was queued."""
-        if self._stopped:
+        if self._stopped or self._faults.is_known:
+            self._forget()
+            self._faults.check()
             raise ExchangeError("sizes stage: not reached, an earlier piece failed")
         self._stopped = True
-        started = time.perf_counter()
-        if encoded is not None:
-            encoded.synchronize()
-        self._counters.encode_s += time.perf_counter() - started
         on: AbstractContextManager[Any] = nullcontext()
         if self._lane is not None:
             on = self._lane.on()
-            if encoded is not None:
-                encoded.wait(self._lane.stream)
-            received = (t.received if t.memory is None else t.memory for t in self._tables)
-            self._lane.keep(*{id(t): t for t in received}.values())
         with on:
             try:
-                self._exchanged(piece, self._messages(coded, host.tolist()))
+                sent = self._prepared(coded, host, encoded)
             except BaseException as error:
-                self._buffers.forget(*self._taken)
-                self._taken.clear()
+                self._failed_before(error)
+                raise
+            try:
+                self._exchanged(piece, *sent)
+            except BaseException as error:
+                self._forget()
                 if not (isinstance(error, BitslabError) or self._faults.to_report):
                     # Those are known to all, or will be.
                     self._faults.broken(f"exchange: {error!r:.200}")
@@ -317,21 +319,37 @@ class DeviceExchange:
         self._stopped = False
         return done
 
-    def _say_failed(self, reason: str) -> None:
-        """Have the other ranks know where they wait for what is not encoded: they raise, too."""
-        try:
-            if self._stopped:
-                return  # with an earlier piece, of which all know
+    def _prepared(
+        self, coded: list[Coded], host: torch.Tensor, encoded: torch.cuda.Event | None
+    ) -> Joined:
+        """Wait for the sizes of what was encoded; return what is sent."""
+        started = time.perf_counter()
+        if encoded is not None:
+            encoded.synchronize()
+        self._counters.encode_s += time.perf_counter() - started
+        if self._lane is not None:
+            if encoded is not None:
+                encoded.wait(self._lane.stream)
+            received = (t.received if t.memory is None else t.memory for t in self._tables)
+            self._lane.keep(*{id(t): t for t in received}.values())
+        if self._faults.to_report:
+            raise self._faults.pending()
+        return self._joined(self._messages(coded, host.tolist()))
+
+    def _fail(self, error: Exception) -> None:
+        """Have the other ranks know that rows were not encoded, where they wait for them."""
+        if not self._stopped:  # else they know from an earlier piece
             self._stopped = True
-            self._faults.check()
-            self._faults.failed(reason, known_to_all=False)
-            with nullcontext() if self._lane is None else self._lane.on():
-                self._exchanged(0, [[] for _ in range(self._size)])
-        finally:
-            self._buffers.forget(*self._taken)
-            self._taken.clear()
-            if self._faults.to_report:
-                self._faults.broken(reason)
+            self._failed_before(error)
+
+    def _failed_before(self, error: BaseException) -> None:
+        """Have the other ranks know where they wait for what is not sent: they raise, too."""
+        self._forget()
+        say_failed_there(self._helper, self._faults, error)
+
+    def _forget(self) -> None:
+        taken, self._taken = self._taken, []
+        self._buffers.forget(*taken)
 
     def _messages(self, coded: list[Coded], numbers: list[int]) -> list[Message]:
         """Return what is sent to each rank."""
@@ -351,7 +369,7 @@ class DeviceExchange:
                     part.repeats.write(written)
                     head = written.tobytes()
                     if len(head) + body.nbytes >= part.rows.nbytes:
-                        head, body = b"", _bytes_of(part.rows)
+                        head, body = b"", bytes_of(part.rows)
                     kept += [part.rows, part.coded]
                 elif n >= part.rows.nbytes:
                     kept.append(part.rows)  # they cross from where they are
@@ -367,10 +385,8 @@ class DeviceExchange:
                 message.sort(key=lambda section: section.table)
         return found
 
-    def _joined(
-        self, messages: Sequence[Message], descriptors: Callable[[Sequence[int]], list[int]]
-    ) -> tuple[torch.Tensor, list[int], torch.Tensor]:
-        """Return all messages in one buffer, the bytes of each, and what the sizes stage says.
+    def _joined(self, messages: Sequence[Message]) -> Joined:
+        """Return what is sent in both stages.
 
         What the host writes of both goes to the device by one copy.
         """
@@ -385,10 +401,11 @@ class DeviceExchange:
             sizes.append(len(heads[at]) + sum(section.n_bytes for section in message))
             at = end
         by_id = (any(section.head for section in message) for message in messages)
-        rows = [n for row in zip(descriptors(sizes), by_id, strict=True) for n in row]
+        descriptors = self._agreement.descriptors(sizes, self._calls)
+        rows = [n for row in zip(descriptors, by_id, strict=True) for n in row]
         said = struct.pack(f"<{len(rows)}q", *rows)
-        uploaded = self._uploaded(b"".join([said, *heads]))
-        said_there, *heads_there = uploaded.split_with_sizes([len(said), *map(len, heads)])
+        written_there = uploaded(b"".join([said, *heads]), self._device)
+        said_there, *heads_there = written_there.split_with_sizes([len(said), *map(len, heads)])
         pieces, written = [], iter(heads_there)
         for message in messages:
             pieces.append(next(written))
@@ -398,29 +415,22 @@ class DeviceExchange:
         joined = self._take(total)[:total]
         if total:
             torch.cat([piece for piece in pieces if piece.shape[0]], out=joined)
-        return joined, sizes, said_there.view(torch.int64).view(self._size, 2)
+        said_there = said_there.view(torch.int64).view(self._size, 2)
+        return Joined(joined, sizes, said_there, torch.empty_like(said_there))
 
-    def _uploaded(self, data: bytes) -> torch.Tensor:
-        t = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        if self._device.type == "cpu":
-            return t
-        return t.pin_memory().to(self._device, non_blocking=True)
-
-    def _exchanged(self, piece: int, messages: list[Message]) -> None:
+    def _exchanged(
+        self,
+        piece: int,
+        joined: torch.Tensor,
+        sizes: list[int],
+        said: torch.Tensor,
+        found: torch.Tensor,
+    ) -> None:
         """Exchange sizes and messages, and queue decoding."""
-        self._faults.check()
-        group, counters, reporting = self._helper.group, self._counters, self._faults.to_report
-
-        def descriptors(sizes: Sequence[int]) -> list[int]:
-            return self._agreement.descriptors([FAILED] * self._size if reporting else sizes)
-
-        joined, sizes, said = self._joined(messages, descriptors)
+        group, counters = self._helper.group, self._counters
         started = time.perf_counter()
-        found = torch.empty_like(said)
         self._faults.stage("sizes", lambda: dist.all_to_all_single(found, said, group=group))
         of_ranks = found.tolist()
-        if reporting:
-            raise self._faults.reported()
         checks, come = self._agreement.sizes_of([row[0] for row in of_ranks], self._faults)
         sized = time.perf_counter()
         counters.sizes_s += sized - started
@@ -433,152 +443,55 @@ class DeviceExchange:
         counters.payload_s += time.perf_counter() - sized
         counters.moved_bytes += sum(sizes) + 2 * DESCRIPTOR_BYTES * (self._size - 1)
         if piece == 0:
-            self._difference = self._agreement.difference(checks, group, self._device)
+            self._difference = self._agreement.difference(checks, self._calls, group, self._device)
         # Pieces that follow cross whatever they are of: ranks that differ hang nobody.
-        last = piece == self._pieces - 1
+        last = self.crossed = piece == self._pieces - 1
         if self._difference is not None:
             if last:
                 for extra in range(self._pieces, self._difference.most_pieces):
-                    self._exchanged(extra, [[] for _ in range(self._size)])
+                    self.crossed = False
+                    self._exchanged(extra, *self._joined([[] for _ in range(self._size)]))
+                self.crossed = True
                 raise self._difference.error(self._rank, self._faults)
             return
         started = time.perf_counter()
         try:
-            self._decode_messages(piece, data, come, [row[1] for row in of_ranks])
+            self._reader.read(piece, data, come, [row[1] for row in of_ranks])
         except Exception as error:  # whatever it is, pieces that follow cross
             self._damage = self._damage or error
         if last and self._damage is not None:
             damaged = isinstance(self._damage, CorruptedDataError)
             reason = str(self._damage) if damaged else f"decoding: {self._damage!r:.200}"
-            self._faults.failed(reason, known_to_all=False)
+            self._faults.failed(reason, known_to_all=False, cause=cause_of(self._damage))
             raise self._damage
         counters.decode_s += time.perf_counter() - started
 
-    # What came
 
-    def _decode_messages(
-        self, piece: int, data: torch.Tensor, come: Sequence[int], by_id: Sequence[int]
-    ) -> None:
-        """Queue the decoding of messages, all of which are cut before a row is written."""
-        came = self._cut(piece, data, come)
-        fields: dict[int, Places] = {}
-        spread: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
-        if any(by_id):
-            fields = self._fields(came, by_id)
-            given = _end_to_end([f.places for f in fields.values()], np.int64)
-            places = self._uploaded(given.tobytes()).view(torch.int64) if fields else data[:0]
-        bodies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        at = 0
-        for number, each in enumerate(came):
-            body, out = each.data, each.out
-            if number in fields:
-                of_part = fields[number]
-                body = body[of_part.fields.nbytes :]
-                rows = len(of_part.places)
-                shape = (of_part.fields.sent_rows, out.shape[1])
-                out = torch.empty(shape, dtype=out.dtype, device=self._device)
-                spread.append((out, places[at : at + rows], each.out))
-                at += rows
-                table = self._tables[each.table]
-                table.places = table.places or [None] * self._size
-                table.places[each.source] = of_part.places
-            if body.nbytes == out.nbytes:
-                _bytes_of(out).copy_(body)
-            else:
-                bodies.append((body, out))
-        self._decode(bodies)
-        for crossed, of_rows, out in spread:
-            torch.index_select(crossed, 0, of_rows, out=out)
+def say_failed_there(helper: Helper, faults: Faults, error: BaseException) -> None:
+    """Say to all ranks, in the sizes stage, that this one failed before it could send.
 
-    def _cut(self, piece: int, data: torch.Tensor, come: Sequence[int]) -> list[Came]:
-        """Return the parts of messages; their sizes are read by one copy, where there are some."""
-        spans = self._layout.received_spans(piece, self._pieces)
-        begins = [0, *accumulate(come)]
-        heads = [PART_SIZE.size * max(0, len(of_rank) - 1) for of_rank in spans]
-        for source, n_bytes in enumerate(come):
-            if heads[source] > n_bytes and source != self._copied:
-                raise self._damaged(source, n_bytes, len(spans[source]))
-        read = [data[at : at + n] for at, n in zip(begins, heads, strict=False) if n]
-        numbers = self._on_host(read).view("<u4").tolist()
-        cuts: list[int] = []
-        at = 0
-        for source, (of_rank, n_bytes) in enumerate(zip(spans, come, strict=True)):
-            sizes = numbers[at : at + len(of_rank) - 1] if of_rank else []
-            at += len(sizes)
-            rest = n_bytes - heads[source] - sum(sizes)
-            if source != self._copied and (rest < 0 or (not of_rank and rest)):
-                raise self._damaged(source, n_bytes, len(of_rank))
-            cuts += [heads[source], *sizes, rest]
-        found, pieces = [], iter(data.split_with_sizes(cuts))
-        for source, of_rank in enumerate(spans):
-            next(pieces)  # the sizes of its parts
-            for number, _, first, rows in of_rank:
-                if self._pieces == 1:
-                    out = self._received[number][source]
-                else:
-                    out = self._tables[number].received[first : first + rows]
-                found.append(Came(source, number, next(pieces), out))
-            if not of_rank:
-                next(pieces)  # what this rank would send itself
-        return found
+    In the helper's thread. It takes no memory on the device. Where the stage
+    fails, too, every later call raises.
+    """
+    reason = _reason_of(error)
+    faults.failed(reason, known_to_all=False, cause=cause_of(error))
+    if not faults.to_report:
+        return  # a collective failed: all is over
+    said, found = helper.words
 
-    def _damaged(self, source: int, n_bytes: int, parts: int) -> CorruptedDataError:
-        return CorruptedDataError(
-            f"message of rank {source} of the group: {n_bytes} bytes, expected {parts} parts"
-        )
+    def crossed() -> None:
+        with nullcontext() if helper.stream is None else helper.stream.on():
+            said[:, 0].fill_(descriptor(faults.cause, FAILED))
+            dist.all_to_all_single(found, said, group=helper.group)
+            found.tolist()
 
-    def _on_host(self, pieces: Sequence[torch.Tensor]) -> Array:
-        """Return bytes on the device one behind the other on the host; waits for them."""
-        if not pieces:
-            return np.empty(0, np.uint8)
-        joined = torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]
-        found: Array = np.frombuffer(joined.cpu().numpy().tobytes(), np.uint8)
-        return found
-
-    def _fields(self, came: Sequence[Came], by_id: Sequence[int]) -> dict[int, Places]:
-        """Return by number the fields of parts whose rows cross once for each id.
-
-        Two copies move headers and fields of all of them to the host, where they are checked: a
-        kernel that reads rows by a wrong place would end the process.
-        """
-        flagged = [
-            (number, each)
-            for number, each in enumerate(came)
-            if by_id[each.source] and len(each.data) != each.out.nbytes
-        ]
-        read = [each.data[: BY_ID_HEADER.size] for _, each in flagged]
-        heads, at, known = self._on_host(read).tobytes(), 0, []
-        for (number, each), part in zip(flagged, read, strict=True):
-            fields = Fields.of(heads[at : at + len(part)], len(each.out), len(each.data))
-            at += len(part)
-            if fields is not None:
-                known.append((number, fields))
-        read = [came[number].data[BY_ID_HEADER.size : f.nbytes] for number, f in known]
-        data, at, found = self._on_host(read), 0, {}
-        for (number, fields), part in zip(known, read, strict=True):
-            found[number] = Places(fields, fields.places(data[at : at + len(part)]))
-            at += len(part)
-        return found
-
-    def _decode(self, bodies: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Decode bodies of all dtypes, each dtype's by one pipeline."""
-        by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for data, out in bodies:
-            data_of, outs = by_dtype.setdefault(out.dtype, ([], []))
-            # A part behind rows of odd bytes begins at no word.
-            data_of.append(data if data.data_ptr() % PART_SIZE.size == 0 else data.clone())
-            outs.append(out)
-        for data_of, outs in by_dtype.values():
-            self._coder.decode_vectors(data_of, outs, [True] * len(outs))
+    with suppress(ExchangeError):  # the error that is reported is raised
+        faults.stage("sizes", crossed)
+        faults.reported()
 
 
-def _bytes_of(rows: torch.Tensor) -> torch.Tensor:
-    """Return rows ``[n, row]``, contiguous, as bytes."""
-    return rows.view(-1).view(torch.uint8)
-
-
-def _end_to_end(arrays: Sequence[Array], dtype: Any) -> Array:
-    return np.concatenate(arrays).astype(dtype) if arrays else np.empty(0, dtype)
+def _reason_of(error: BaseException) -> str:
+    return f"encoding: {error!r:.200}"
 
 
 def _options(table: Rows) -> VectorOptions:

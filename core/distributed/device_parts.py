@@ -108,3 +108,34 @@ class Section(NamedTuple):
 
 #: What is sent to a rank: its parts in the order of the tables.
 Message = list[Section]
+
+
+class Joined(NamedTuple):
+    """What is sent in both stages.
+
+    Parameters
+    ----------
+    data : torch.Tensor
+        uint8 on the device: messages, rank after rank.
+    sizes : list of int
+        Of the messages.
+    said, found : torch.Tensor
+        int64 ``[ranks, 2]`` there: a descriptor and a number for each rank, and where those of each
+        come to.
+    """
+
+    data: torch.Tensor
+    sizes: list[int]
+    said: torch.Tensor
+    found: torch.Tensor
+
+
+def bytes_of(rows: torch.Tensor) -> torch.Tensor:
+    """Return rows ``[n, row]``, contiguous, as bytes."""
+    return rows.view(-1).view(torch.uint8)
+
+
+def uploaded(data: bytes, device: torch.device) -> torch.Tensor:
+    """Return bytes on a device; the host waits for nothing."""
+    t = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return t if device.type == "cpu" else t.pin_memory().to(device, non_blocking=True)

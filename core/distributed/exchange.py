@@ -12,15 +12,27 @@ import torch
 import torch.distributed as dist
 
 from ..engine.transfer import ThreadLane, ThreadTask
-from ..errors import CorruptedDataError
-from .agreement import Agreement, Difference
+from ..errors import BitslabError, CorruptedDataError
+from .agreement import Difference
 from .buffers import Buffers
-from .faults import ExchangeError, Faults
-from .layout import Rows, sizes_of_tables, spans_of
+from .faults import ExchangeError, Faults, cause_of
+from .layout import Layout, Rows, sizes_of_tables, spans_of
 from .messages import Array, decode_part, encode_part, most_part_bytes
 from .pairs import FIRST, LONG, Pairs
 from .stats import Counters
-from .wire import DESCRIPTOR_BYTES, FAILED, MOST_NUMBERS, PART_SIZE, SHORT_BYTES
+from .wire import (
+    DAMAGE,
+    DESCRIPTOR_BYTES,
+    FAILED,
+    MOST_NUMBERS,
+    PART_SIZE,
+    SHORT_BYTES,
+    Turn,
+    descriptor,
+)
+
+#: Room for a first message: a rank that disagrees may have other numbers.
+FIRST_BYTES = DESCRIPTOR_BYTES * (1 + MOST_NUMBERS) + SHORT_BYTES
 
 
 @dataclass(frozen=True)
@@ -78,6 +90,10 @@ class Exchange:
         Of one thread, where pieces cross; needed for two pieces and more.
     numbers : sequence of int, optional
         int64 that cross with the descriptors, as many on all ranks.
+    turn : Turn
+        Which call this is.
+    layout : Layout, optional
+        Of the tables' sizes, where it is known.
     """
 
     def __init__(
@@ -91,6 +107,8 @@ class Exchange:
         pieces: int = 1,
         lane: ThreadLane | None = None,
         numbers: Sequence[int] = (),
+        turn: Turn = Turn(),  # noqa: B008 - a constant
+        layout: Layout | None = None,
     ) -> None:
         self._group, self._tables = group, tables
         self._counters, self._faults = counters, faults
@@ -101,9 +119,10 @@ class Exchange:
         self._stopped = False
         self._rank, self._size = group.rank(), group.size()
         self._others = [rank for rank in range(self._size) if rank != self._rank]
-        self._agreement = Agreement(
-            sizes_of_tables(tables), self._rank, self._size, pieces=pieces, numbers=len(numbers)
-        )
+        if layout is None:
+            layout = Layout(sizes_of_tables(tables), self._rank, self._size, self._rank)
+        self._calls = turn.calls
+        self._agreement = layout.agreement(pieces, turn.decide_every, len(numbers))
         self._compared = False
         self._difference: Difference | None = None
         #: The numbers of each rank, once they have crossed.
@@ -131,19 +150,11 @@ class Exchange:
                 table.repeats[self._rank] = None  # those are copied
         try:
             if self._faults.to_report:
-                raise self._reported()
+                error = self._faults.pending()
+                say_failed(self._group, self._faults)
+                raise error
             if self._pieces == 1 or self._lane is None:
-                # Before encoding: a message whose buffer is known there leaves at once.
-                expected = self._expected()
-                try:
-                    sent = self._encode(0)
-                except BaseException as error:
-                    self._encoding_failed(error, lambda: self._reported(expected))
-                    raise
-                found = self._stages(sent, expected)
-                self.of_ranks = found.numbers
-                self._check()
-                self._decode(0, found)
+                found = self._at_once()
             else:
                 found = self._in_pieces(self._lane)
         except BaseException:
@@ -157,6 +168,22 @@ class Exchange:
         self._counters.calls += 1
         return found.numbers
 
+    def _at_once(self) -> _Received:
+        """Exchange all rows in one piece."""
+        expected: _Expected | None = None
+        try:
+            # Before encoding: a message whose buffer is known there leaves at once.
+            expected = self._expected()
+            sent = self._encode(0)
+        except BaseException as error:
+            self._failed_before(error, lambda: say_failed(self._group, self._faults, expected))
+            raise
+        found = self._stages(sent, expected)
+        self.of_ranks = found.numbers
+        self._check()
+        self._decode(0, found)
+        return found
+
     def _in_pieces(self, lane: ThreadLane) -> _Received:
         """Encode one piece after the other; the lane's thread exchanges them."""
         tasks: list[ThreadTask[_Received]] = []
@@ -165,13 +192,13 @@ class Exchange:
             for task in tasks:
                 task.wait()  # in order: ranks wait for this piece then, or all know of a failure
             if not self._stopped:
-                self._reported()
+                say_failed(self._group, self._faults)
 
         try:
             for piece in range(self._pieces):
                 tasks.append(lane.submit(self._stages, self._encode(piece)))
         except BaseException as error:
-            self._encoding_failed(error, say)
+            self._failed_before(error, say)
             raise
         try:
             for task in tasks:
@@ -192,7 +219,7 @@ class Exchange:
         if difference is None:
             return
         for _ in range(self._pieces, difference.most_pieces):
-            self._stages(self._nothing(0))
+            self._stages(self._nothing())
         raise difference.error(self._rank, self._faults)
 
     # Coding
@@ -202,13 +229,15 @@ class Exchange:
         self._taken.append(found)
         return found
 
-    def _encoding_failed(self, error: BaseException, say: Callable[[], object]) -> None:
-        """Have the other ranks know where they wait for what is not encoded: they raise, too.
+    def _failed_before(self, error: BaseException, say: Callable[[], object]) -> None:
+        """Have the other ranks know where they wait for what is not sent: they raise, too.
 
         Else what comes next would take the place of this exchange's messages.
         """
         reason = f"encoding: {error!r:.200}"
-        self._faults.failed(reason, known_to_all=False)
+        self._faults.failed(reason, known_to_all=False, cause=cause_of(error))
+        if not self._faults.to_report:
+            return  # a collective failed: all is over
         try:
             if isinstance(error, Exception):  # an interrupt waits for no rank
                 with suppress(Exception):  # the error of encoding is raised
@@ -217,16 +246,10 @@ class Exchange:
             if self._faults.to_report:
                 self._faults.broken(reason)
 
-    def _reported(self, expected: _Expected | None = None) -> ExchangeError:
-        """Say to all ranks that this one failed; return the error to raise."""
-        nothing = self._nothing(FAILED)
-        self._first(expected or self._expected(), nothing)
-        return self._faults.reported()
-
-    def _nothing(self, size: int) -> _Sent:
-        """Return messages without bytes: of no size, or they say that this rank failed."""
+    def _nothing(self) -> _Sent:
+        """Return messages without bytes."""
         places = [self._head_bytes * rank for rank in range(self._size)]
-        return _Sent(self._take(self._head_bytes * self._size), places, [size] * self._size)
+        return _Sent(self._take(self._head_bytes * self._size), places, [0] * self._size)
 
     def _encode(self, piece: int) -> _Sent:
         """Return the messages of a piece."""
@@ -279,11 +302,12 @@ class Exchange:
                     table.places[source] = places
             except CorruptedDataError as error:
                 reason = f"message of rank {source} of the group: {error}"
-                self._faults.failed(reason, known_to_all=False)
+                self._faults.failed(reason, known_to_all=False, cause=DAMAGE)
                 raise CorruptedDataError(reason) from None
             except BaseException as error:
                 # All else has crossed: only these rows are missing.
-                self._faults.failed(f"decoding: {error!r:.200}", known_to_all=False)
+                reason = f"decoding: {error!r:.200}"
+                self._faults.failed(reason, known_to_all=False, cause=cause_of(error))
                 raise
         self._counters.decode_s += time.perf_counter() - started
 
@@ -291,27 +315,27 @@ class Exchange:
 
     def _expected(self) -> _Expected:
         """Let first messages of all ranks come."""
+        data = self._take(FIRST_BYTES * len(self._others))
+        buffers = dict(zip(self._others, torch.split(data, FIRST_BYTES), strict=False))
+        return self._faults.stage("sizes", lambda: (buffers, Pairs(self._group, buffers, FIRST)))
 
-        def posted() -> _Expected:
-            # A rank that disagrees may have other numbers.
-            room = DESCRIPTOR_BYTES * (1 + MOST_NUMBERS) + SHORT_BYTES
-            data = self._take(room * len(self._others))
-            buffers = dict(zip(self._others, torch.split(data, room), strict=False))
-            return buffers, Pairs(self._group, buffers, FIRST)
-
-        return self._faults.stage("sizes", posted)
-
-    def _first(self, expected: _Expected, sent: _Sent) -> list[list[int]]:
-        """Exchange descriptors, numbers and short messages; return the former of each rank."""
-        started = time.perf_counter()
-        buffers, pairs = expected
-        descriptors, messages = self._agreement.descriptors(sent.sizes), {}
+    def _first_messages(self, sent: _Sent) -> tuple[list[int], dict[int, torch.Tensor]]:
+        """Write descriptors and numbers; return the former, and what goes at once, by rank."""
+        descriptors, messages = self._agreement.descriptors(sent.sizes, self._calls), {}
         for to in self._others:
             at, size = sent.places[to], sent.sizes[to]
             head = sent.data[at : at + self._head_bytes]
             head.numpy()[:] = np.array([descriptors[to], *self._numbers], "<i8").view(np.uint8)
             end = at + self._head_bytes + (size if size <= SHORT_BYTES else 0)
             messages[to] = sent.data[at:end]
+        return descriptors, messages
+
+    def _first(
+        self, expected: _Expected, descriptors: list[int], messages: dict[int, torch.Tensor]
+    ) -> list[list[int]]:
+        """Exchange descriptors, numbers and short messages; return the former of each rank."""
+        started = time.perf_counter()
+        buffers, pairs = expected
         self._faults.stage("sizes", lambda: pairs.cross(messages))
         self._counters.sizes_s += time.perf_counter() - started
         self._counters.moved_bytes += self._head_bytes * len(self._others)
@@ -333,8 +357,31 @@ class Exchange:
         if self._stopped:
             raise ExchangeError("sizes stage: not reached, an earlier piece failed")
         self._stopped = True
-        expected = expected or self._expected()
-        rows = self._first(expected, sent)
+        try:
+            expected = expected or self._expected()
+            first = self._first_messages(sent)
+        except BaseException as error:
+            self._failed_before(error, lambda: say_failed(self._group, self._faults, expected))
+            raise
+        try:
+            found = self._crossed(sent, expected, *first)
+        except BitslabError:
+            raise  # all know
+        except BaseException as error:
+            self._faults.broken(f"exchange: {error!r:.200}")
+            raise
+        self._stopped = False
+        return found
+
+    def _crossed(
+        self,
+        sent: _Sent,
+        expected: _Expected,
+        descriptors: list[int],
+        first: dict[int, torch.Tensor],
+    ) -> _Received:
+        """Exchange first messages, and those that are too long to follow them at once."""
+        rows = self._first(expected, descriptors, first)
         checks, sizes = self._agreement.sizes_of([row[0] for row in rows], self._faults)
         messages = [np.empty(0, np.uint8)] * self._size
         for rank, data in expected[0].items():
@@ -348,8 +395,7 @@ class Exchange:
         if not self._compared:
             self._compared = True
             device = self._tables[0].sent.device
-            self._difference = self._agreement.difference(checks, self._group, device)
-        self._stopped = False
+            self._difference = self._agreement.difference(checks, self._calls, self._group, device)
         return _Received(messages, [row[1:] for row in rows])
 
     def _payload(
@@ -373,6 +419,35 @@ class Exchange:
 
 #: Of first messages: by rank the buffer that one comes to, and the receives.
 _Expected = tuple[dict[int, torch.Tensor], Pairs]
+
+
+def say_failed(group: dist.ProcessGroup, faults: Faults, expected: _Expected | None = None) -> None:
+    """Say to all ranks, in the sizes stage, that this one failed.
+
+    What they send is not read. Where no receive of it was posted, one has room for all of them, one
+    after the other: memory may be short.
+
+    Raises
+    ------
+    ExchangeError
+        When the stage fails.
+    """
+    word = torch.tensor([descriptor(faults.cause, FAILED)]).view(torch.uint8)
+    others = [rank for rank in range(group.size()) if rank != group.rank()]
+
+    def said() -> None:
+        if expected is not None:
+            expected[1].cross(dict.fromkeys(others, word))
+            return
+        room = torch.empty(FIRST_BYTES, dtype=torch.uint8)
+        going = [group.send([word], to, FIRST) for to in others]
+        for rank in others:
+            group.recv([room], rank, FIRST).wait()
+        for work in going:
+            work.wait()
+
+    faults.stage("sizes", said)
+    faults.reported()
 
 
 def _cut(message: Array, parts: int) -> list[Array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,12 +23,16 @@ class Helper:
         The same ranks as the group that it serves, with the same timeout.
     lane : ThreadLane
         One thread: exchanges run in the order in which they were asked for.
+    words : torch.Tensor
+        int64 ``[2, ranks, 2]`` there: by rank a descriptor and a number, those that are sent and
+        those that come, for a rank that has no memory for others.
     stream : StreamLane or None
         Where messages cross, on a GPU.
     """
 
     group: dist.ProcessGroup
     lane: ThreadLane
+    words: torch.Tensor
     stream: StreamLane | None = None
 
 
@@ -47,10 +52,13 @@ def helper_of(group: dist.ProcessGroup, device_type: str = "cpu") -> Helper:
             timeout=timeout_of(group, device_type),
             use_local_synchronization=True,
         )
-        stream = None
+        device, stream = torch.device(device_type), None
         if device_type == "cuda":
-            stream = StreamLane(torch.device("cuda", torch.cuda.current_device()))
-        of_group[device_type] = Helper(own, ThreadLane("bitslab-exchange"), stream)
+            device = torch.device("cuda", torch.cuda.current_device())
+            stream = StreamLane(device)
+        with nullcontext() if stream is None else stream.on():
+            words = torch.zeros(2, group.size(), 2, dtype=torch.int64, device=device)
+        of_group[device_type] = Helper(own, ThreadLane("bitslab-exchange"), words, stream)
     return of_group[device_type]
 
 

@@ -12,7 +12,7 @@ import torch
 from .agreement import Agreement, TableSizes
 from .messages import REFERENCES, Array, Candidate, Repeats
 
-#: Layouts that a caller keeps: sizes hardly change from step to step, or in each.
+#: Things that are kept at most, such as layouts: sizes hardly change from step to step, or in each.
 MOST_KEPT = 16
 
 T = TypeVar("T")
@@ -45,6 +45,8 @@ class Rows:
         What is received by rank, views of it; made where left out.
     memory : torch.Tensor, optional
         What `received` is a part of; itself where left out.
+    summed_back : bool
+        Whether gradients go back for these rows, of those of one id that crossed once their sum.
 
     Attributes
     ----------
@@ -66,6 +68,7 @@ class Rows:
     name: str = ""
     parts: Sequence[torch.Tensor] | None = None
     memory: torch.Tensor | None = None
+    summed_back: bool = False
     places: list[Array | None] = field(default_factory=list)
     moved_bytes: int = 0
 
@@ -84,6 +87,21 @@ class Rows:
         """Return the bytes of the rows for other ranks than this one; of all for None."""
         copied = 0 if rank is None else self.send_rows[rank]
         return (sum(self.send_rows) - copied) * self.row_bytes
+
+    def rows_for(self, rank: int) -> int:
+        """Return the rows for a rank."""
+        return self.send_rows[rank]
+
+    def saved_back_bytes(self, rank: int) -> int:
+        """Return the bytes of gradients that need not come back to this rank."""
+        if not self.summed_back or not self.repeats:
+            return 0
+        saved = sum(
+            n - len(repeated.first)
+            for to, (n, repeated) in enumerate(zip(self.send_rows, self.repeats, strict=True))
+            if repeated is not None and to != rank
+        )
+        return saved * self.row_bytes
 
 
 class Span(NamedTuple):
@@ -181,15 +199,24 @@ class Layout:
         ]
         self.all_raw_bytes = sum(self.raw_bytes)
         self.wide = [i for i, n in enumerate(self.row_bytes) if n]
-        self._agreements: dict[int, Agreement] = {}
+        self._agreements: dict[tuple[int, int, int], Agreement] = {}
         self._spans: dict[tuple[bool, int, int], list[list[Span]]] = {}
 
-    def agreement(self, pieces: int) -> Agreement:
-        """Return what ranks must know alike of messages of so many pieces."""
-        if pieces not in self._agreements:
-            made = Agreement(self.tables, self.rank, self.size, pieces=pieces)
-            self._agreements[pieces] = made
-        return self._agreements[pieces]
+    def agreement(self, pieces: int, decide_every: int, numbers: int = 0) -> Agreement:
+        """Return what ranks must know alike of messages; see `Agreement`."""
+        key = pieces, decide_every, numbers
+        found = self._agreements.get(key)
+        if found is None:
+            found = Agreement(
+                self.tables,
+                self.rank,
+                self.size,
+                pieces=pieces,
+                numbers=numbers,
+                decide_every=decide_every,
+            )
+            self._agreements[key] = found
+        return found
 
     def sent_spans(self, piece: int, pieces: int) -> list[list[Span]]:
         """Return by rank the rows of tables that cross to it, in the order of the tables."""
@@ -282,9 +309,10 @@ class Layout:
 
 
 class Kept(Generic[T]):
-    """At most `MOST_KEPT` things by what they follow from: those that were used last."""
+    """At most so many things by what they follow from: those that were used last."""
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST_KEPT) -> None:
+        self._most = most
         self._kept: dict[Hashable, T] = {}
 
     def get(self, key: Hashable) -> T | None:
@@ -294,9 +322,13 @@ class Kept(Generic[T]):
             self._kept[key] = found
         return found
 
+    def peek(self, key: Hashable) -> T | None:
+        """Return what is kept, or None; it is not used."""
+        return self._kept.get(key)
+
     def keep(self, key: Hashable, made: T) -> T:
         """Keep it; return it."""
-        if len(self._kept) >= MOST_KEPT:
+        if len(self._kept) >= self._most:
             del self._kept[next(iter(self._kept))]
         self._kept[key] = made
         return made

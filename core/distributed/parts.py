@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from ..errors import ArgumentError
 from .agreement import TableSizes
-from .checks import check_dtype, cut_rows, row_of
+from .checks import check_dtype, cut_rows, named, row_of
 from .layout import Layout
 from .messages import Array, Repeats
 from .plan import TableState
@@ -111,7 +111,7 @@ def layout_of(
 
 
 def _part_of(group: dist.ProcessGroup, given: Given) -> Part:
-    t, received, sent = given.rows, given.received, given.sent
+    t, received, sent, name = given.rows, given.received, given.sent, given.state.name
     rows, size = t.shape[0], group.size()
     if (sent is None or received is None) and rows % size:
         raise ArgumentError(f"input: {rows} rows for {size} ranks")
@@ -119,11 +119,13 @@ def _part_of(group: dist.ProcessGroup, given: Given) -> Part:
     received = equal if received is None else received
     if min(received, default=0) < 0 or len(received) != size:
         raise ArgumentError(
-            f"output_split_sizes: {list(received)}, expected a size from 0 for each of {size} ranks"
+            f"{named('output_split_sizes', name)}: {list(received)}, expected a size from 0 for "
+            f"each of {size} ranks"
         )
     row = row_of(t, None)
     check_dtype(t.dtype, given.state.bound)
-    _, counts = cut_rows("input", t.detach(), row, equal if sent is None else sent, group)
+    sent = equal if sent is None else sent
+    _, counts = cut_rows("input", t.detach(), row, sent, group, name)
     return Part(given.state, tuple(t.shape[1:]), t.dtype, row, counts, list(received))
 
 
@@ -140,6 +142,8 @@ class Call:
         which they crossed.
     received_ids : list
         By table int64, the ids of the rows that come, or None.
+    summed_back : bool
+        Whether gradients go back.
     places : list
         By table, as of `Rows`.
     """
@@ -147,6 +151,7 @@ class Call:
     plan: CallPlan
     repeats: list[list[Repeats | None] | None]
     received_ids: list[Array | None]
+    summed_back: bool
     places: list[list[Array | None]] = field(default_factory=list)
 
 

@@ -180,6 +180,86 @@ class ErrorFeedback:
         self._ages = self._time - ages.numpy()[youngest]
 
 
+class GradientRounder:
+    """Rounds the gradients of tables, and keeps by table what their rows lost.
+
+    Parameters
+    ----------
+    seed : int
+        Of the random numbers.
+    feedback_rows : int
+        As for `ErrorFeedback`, of each table; 0: nothing is kept.
+    """
+
+    def __init__(self, seed: int, feedback_rows: int) -> None:
+        self._seed, self.feedback_rows = seed, feedback_rows
+        self._feedback: dict[str, ErrorFeedback] = {}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are kept."""
+        return sum(kept.nbytes for kept in self._feedback.values())
+
+    def rounded(
+        self,
+        table: str,
+        rows: torch.Tensor,
+        ids: Array | None,
+        bound: float | torch.Tensor,
+        stream: int,
+        own: slice,
+    ) -> torch.Tensor:
+        """Return gradients of a table rounded, with what their rows lost before.
+
+        Parameters
+        ----------
+        table : str
+            Its name.
+        rows : torch.Tensor
+            ``[N, row]``.
+        ids : numpy.ndarray or None
+            Of each row.
+        bound, stream
+            As for `round_stochastically`.
+        own : slice
+            Rows of this rank for itself, which do not cross: they are not rounded.
+        """
+        feedback = None
+        if self.feedback_rows and ids is not None and len(ids):
+            feedback = self._of(table, rows.shape[1])
+            rows = feedback.add_to(rows, ids)
+        if not isinstance(bound, torch.Tensor) and not bound:
+            return rows
+        found = round_stochastically(rows, bound, self._seed, stream)
+        found[own] = rows[own]
+        if feedback is not None and ids is not None:
+            feedback.keep(rows - found, ids)
+        return found
+
+    def _of(self, table: str, row_elements: int) -> ErrorFeedback:
+        if table not in self._feedback:
+            self._feedback[table] = ErrorFeedback(self.feedback_rows, row_elements)
+        return self._feedback[table]
+
+    def state_dict(self) -> dict[str, dict[str, torch.Tensor]]:
+        """Return by table what is kept."""
+        return {table: kept.state_dict() for table, kept in self._feedback.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take what `state_dict` returned.
+
+        Raises
+        ------
+        CorruptedDataError
+            When it is damaged, or of rows of another size.
+        """
+        for table, kept in state.items():
+            lost = kept.get("lost") if isinstance(kept, Mapping) else None
+            if not isinstance(lost, torch.Tensor) or lost.dim() != 2:
+                raise CorruptedDataError("state: error feedback is damaged, or of other rows")
+            self._of(table, lost.shape[1]).load_state_dict(kept)
+
+
 _MASK = (1 << 64) - 1
 
 

@@ -18,8 +18,16 @@ import torch
 
 from ..engine.advisor import NetworkModel
 from ..errors import CorruptedDataError
-from .messages import RAW, REFERENCES, Candidate, decode_part, encode_part, most_part_bytes
-from .wire import DESCRIPTOR_BYTES
+from .messages import (
+    RAW,
+    REFERENCES,
+    Candidate,
+    Repeats,
+    decode_part,
+    encode_part,
+    most_part_bytes,
+)
+from .wire import DESCRIPTOR_BYTES, Turn
 
 #: Ways to write rows within a bound, and of every bit.
 WITHIN_BOUND = (
@@ -80,7 +88,13 @@ class TableChoice:
     candidate: Candidate = REFERENCES
     measured: dict[str, Measured] = field(default_factory=dict)
 
-    def choose(self, rows: torch.Tensor, bound: float, model: NetworkModel) -> None:
+    def choose(
+        self,
+        rows: torch.Tensor,
+        bound: float,
+        model: NetworkModel,
+        repeats: Repeats | None = None,
+    ) -> None:
         """Measure all candidates on rows ``[n, row]`` on the CPU, and choose the fastest.
 
         Parameters
@@ -91,13 +105,17 @@ class TableChoice:
             As for `encode_part`.
         model : NetworkModel
             What the group's link takes.
+        repeats : Repeats, optional
+            Rows of one id among them.
         """
         row_bytes = rows.shape[1] * rows.element_size()
         if not len(rows) or not row_bytes:
             return
         sample = rows[: max(1, TRIAL_BYTES // row_bytes)]
         candidates = WITHIN_BOUND if bound else EVERY_BIT
-        self.measured = {c.name: measure(sample, bound, c) for c in candidates}
+        if repeats is not None and len(sample) < len(rows):
+            repeats = Repeats.of(torch.from_numpy(repeats.places[: len(sample)]))
+        self.measured = {c.name: measure(sample, bound, c, repeats) for c in candidates}
         link = 1 / model.bytes_per_s
         cost = {c.name: self.measured[c.name].s_per_byte(link) for c in candidates}
         best = min(candidates, key=lambda c: cost[c.name])
@@ -123,14 +141,19 @@ class TableChoice:
         self.candidate = by_name[name]
 
 
-def measure(rows: torch.Tensor, bound: float, candidate: Candidate) -> Measured:
-    """Return what writing rows ``[n, row]`` on the CPU one way takes, and reading them."""
+def measure(
+    rows: torch.Tensor, bound: float, candidate: Candidate, repeats: Repeats | None
+) -> Measured:
+    """Return what writing rows ``[n, row]`` on the CPU one way takes, and reading them.
+
+    Rows of one id are written once, as in a message.
+    """
     out = np.empty(most_part_bytes(len(rows), rows.shape[1] * rows.element_size()), np.uint8)
     received = torch.empty_like(rows)
     raw, encode, decode, used = rows.nbytes, math.inf, math.inf, 1
     for _ in range(TRIALS):
         started = time.perf_counter()
-        used, _ = encode_part(rows, bound, candidate, None, out)
+        used, _ = encode_part(rows, bound, candidate, repeats, out)
         encoded = time.perf_counter()
         decode_part(out[:used], received)
         encode = min(encode, encoded - started)
@@ -150,6 +173,8 @@ class WayRecord:
         For other ranks.
     encode_s, decode_s : float
         Seconds.
+    saved_back_bytes : float
+        Of gradients that need not come back, where rows of one id cross once; else they do.
     """
 
     calls: int = 0
@@ -157,6 +182,7 @@ class WayRecord:
     moved_bytes: float = 0.0
     encode_s: float = 0.0
     decode_s: float = 0.0
+    saved_back_bytes: float = 0.0
 
     def predicted(
         self, model: NetworkModel, others: int, pieces: int, short_bytes: int
@@ -199,19 +225,40 @@ class Decision:
     """
 
     def __init__(self, *, ways: int, pieces: int = 1, every: int = DECISION_EVERY) -> None:
-        first = PIECES if pieces > 1 else COMPRESSED
-        self.modes = [first] * ways
+        self._first = PIECES if pieces > 1 else COMPRESSED
+        self.modes = [self._first] * ways
         self.records = [WayRecord() for _ in range(ways)]
         self._pieces, self._every = pieces, every
         self._calls = [0] * ways
-        self._decided = [False] * ways
+        self._decided, self._agreed = [False] * ways, [True] * ways
         self._passed_over, self._pass_over = [0] * ways, [0] * ways
+
+    def turn(self, way: int = 0) -> Turn:
+        """Return which call one way comes next."""
+        return Turn(self._every, self._calls[way])
+
+    def mode(self, way: int = 0) -> str:
+        """Return how the next exchange one way crosses.
+
+        The first one behind a state that was loaded is compressed: its sizes stage finds ranks that
+        know other decisions, which would wait for each other in later ones.
+        """
+        return self.modes[way] if self._agreed[way] else self._first
+
+    def agreed(self, way: int = 0) -> None:
+        """Note that an exchange one way is compressed, in which ranks find whether they differ."""
+        self._agreed[way] = True
+
+    def decides_next(self, way: int = 0) -> bool:
+        """Return whether all ranks may decide in the next call one way."""
+        since = self._calls[way] - min(FIRST_DECISION, self._every)
+        return self._agreed[way] and since >= 0 and since % self._every == 0
 
     def begin(self, way: int = 0) -> bool:
         """Count a call one way; return whether all ranks decide in it."""
-        since = self._calls[way] - min(FIRST_DECISION, self._every)
+        due = self.decides_next(way)
         self._calls[way] += 1
-        return since >= 0 and since % self._every == 0
+        return due
 
     def is_due(self, way: int) -> bool:
         """Count a call as `begin` does; return whether exchanges are measured in it.
@@ -242,12 +289,27 @@ class Decision:
     def predictions(self, model: NetworkModel, others: int, short_bytes: int = 0) -> list[int]:
         """Return this rank's predicted seconds as int64 numbers, and begin records anew."""
         seconds = [
-            s
+            list(record.predicted(model, others, self._pieces, short_bytes))
             for record in self.records
-            for s in record.predicted(model, others, self._pieces, short_bytes)
         ]
+        forward = self.records[0]
+        if forward.calls and forward.saved_back_bytes:
+            at = MODES.index(PLAIN)
+            seconds[0][at] += self._seconds_back(model, seconds[-1])
         self.records = [WayRecord() for _ in self.records]
-        return as_integers(seconds)
+        return as_integers([s for of_way in seconds for s in of_way])
+
+    def _seconds_back(self, model: NetworkModel, back: Sequence[float]) -> float:
+        """Return the seconds of gradients that come back where all rows cross forward.
+
+        As they would cross now, of what exchanges back were predicted to take.
+        """
+        forward, record = self.records[0], self.records[-1]
+        saved, mode = forward.saved_back_bytes / forward.calls, self.modes[-1]
+        known = back[MODES.index(mode)]
+        if mode != PLAIN and record.raw_bytes and known > 0:
+            return saved * known * record.calls / record.raw_bytes
+        return saved_seconds(model, forward.raw_bytes / forward.calls, saved)
 
     @property
     def count(self) -> int:
@@ -307,10 +369,15 @@ class Decision:
                 "passed_over and pass_over"
             )
         calls, decided, passed_over, pass_over = (list(each or []) for each in counted)
-        usable = COMPRESSED if self._pieces == 1 else PIECES
-        self.modes = [usable if mode == PIECES else str(mode) for mode in modes or []]
+        self.modes = [self._first if mode == PIECES else str(mode) for mode in modes or []]
+        self._agreed = [False] * len(self.modes)
         self._calls, self._passed_over, self._pass_over = calls, passed_over, pass_over
         self._decided = list(map(bool, decided))
+
+
+def saved_seconds(model: NetworkModel, raw_bytes: float, saved_bytes: float) -> float:
+    """Return what a plain exchange of fewer bytes takes less time."""
+    return model.seconds(raw_bytes) - model.seconds(max(0.0, raw_bytes - saved_bytes))
 
 
 def as_integers(seconds: Sequence[float]) -> list[int]:

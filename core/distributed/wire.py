@@ -7,18 +7,21 @@ bits   content
 ====== ==================================================================================
 0-31   CRC-32 of the terms: what both ranks must know alike of the messages between them
 32-63  bytes of the message; `FAILED`: an earlier exchange failed on this rank, or this
-       one while it encoded, and it sends nothing now
+       one before it could send, and it sends nothing now; bits 0-31 are then the cause's
+       place in `CAUSES`
 ====== ==================================================================================
 
 Every few exchanges, the same ones on all ranks, numbers for a decision follow in the same stage.
 Over gloo a message of up to `SHORT_BYTES` follows them at once: one round in all. Longer ones, and
 all over NCCL, cross in a second stage.
 
-The terms are int64 numbers: `VERSION`, the pieces of a message, the numbers that follow a
-descriptor, then for each table the dtype by its place in `DTYPES`, the elements of a row, the rows
-from the lower rank to the higher one, and those back. Ranks whose terms differ send each other the
-terms themselves behind the payload of the first piece, for the error's message. Then all go on with
-as many pieces as the one that has most, so that nobody waits for one that does not come.
+The terms are int64 numbers: `VERSION`, the pieces of a message, the calls from one decision to the
+next (0: none decides), the calls so far, the numbers that follow a descriptor, then for each table
+the dtype by its place in `DTYPES`, the elements of a row, the rows from the lower rank to the
+higher one, and those back. The CRC-32 is that of all but the calls so far, then of these. Ranks
+whose terms differ send each other the terms themselves behind the payload of the first piece, for
+the error's message. Then all go on with as many pieces as the one that has most, so that nobody
+waits for one that does not come.
 
 A message has a part for each table of which it has rows, in the order of the tables. Before them
 stand the bytes of each part but the last one, uint32. A part is one of three, by its size and its
@@ -39,20 +42,23 @@ import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ..dtypes import dtype_name
 
-VERSION = 4
+VERSION = 5
 #: Bytes of a descriptor.
 DESCRIPTOR_BYTES = 8
 #: Over gloo, bytes of the longest message that follows its descriptor at once.
 SHORT_BYTES = 256 << 10
-#: In place of the bytes of a message: the rank failed before, or while it encoded.
+#: In place of the bytes of a message: the rank failed before, or before it could send.
 FAILED = (1 << 32) - 1
+#: Why, by its number; new ones are appended.
+CAUSES = ("an error there", "out of memory", "a damaged message", "a disagreement")
+OTHER_CAUSE, NO_MEMORY, DAMAGE, DISAGREEMENT = range(len(CAUSES))
 #: One more than the most rows for a rank, elements of a row, and bytes of a message.
 MOST_ROWS, MOST_ELEMENTS, MOST_BYTES = 1 << 31, 1 << 32, FAILED
 #: Of numbers of terms that are read of another rank.
@@ -80,7 +86,27 @@ DTYPES = (
 )
 
 _LOW_32 = (1 << 32) - 1
-_NUMBERS_OF_ALL, _NUMBERS_OF_A_TABLE = 3, 4
+_NUMBERS_OF_ALL, _NUMBERS_OF_A_TABLE = 5, 4
+#: Which of them the calls so far are, and what each but the version is, in words.
+_CALLS = 3
+_EVERY = "decide_every"
+_WORDS = ("pieces", _EVERY, "calls so far:", "numbers of a decision:")
+_CALL = struct.Struct("<q")
+
+
+class Turn(NamedTuple):
+    """Which call of its user an exchange is, and how often that one decides; alike on all ranks.
+
+    Parameters
+    ----------
+    decide_every : int
+        Calls from one decision to the next; 0: none.
+    calls : int
+        So far, one way.
+    """
+
+    decide_every: int = 0
+    calls: int = 0
 
 
 @dataclass(frozen=True)
@@ -113,8 +139,9 @@ class Terms:
         Whether this rank is the lower one.
     version : int
         Of the wire.
-    pieces, numbers_beside : int
-        Pieces of a message, and numbers that follow each descriptor.
+    pieces, numbers_beside, decide_every : int
+        Pieces of a message, numbers that follow each descriptor, and calls from one decision to the
+        next.
     """
 
     tables: Sequence[TableTerms]
@@ -122,29 +149,32 @@ class Terms:
     version: int = VERSION
     pieces: int = 1
     numbers_beside: int = 0
+    decide_every: int = 0
 
-    def numbers(self) -> list[int]:
-        """Return them as both ranks write them."""
-        found = [self.version, self.pieces, self.numbers_beside]
+    def numbers(self, calls: int = 0) -> list[int]:
+        """Return them, behind so many calls, as both ranks write them."""
+        found = [self.version, self.pieces, self.decide_every, calls, self.numbers_beside]
         for table in self.tables:
             rows = (table.sent, table.expected) if self.lower else (table.expected, table.sent)
             found += [table.dtype, table.row_elements, *rows]
         return found
 
     def check(self) -> int:
-        """Return the CRC-32 of the numbers."""
-        return zlib.crc32(np.array(self.numbers(), "<i8").tobytes())
+        """Return the CRC-32 of the numbers but the calls; see `checks_of_calls`."""
+        numbers = self.numbers()
+        del numbers[_CALLS]
+        return zlib.crc32(np.array(numbers, "<i8").tobytes())
 
-    def disagreement(self, theirs: Sequence[int], names: Sequence[str]) -> str:
+    def disagreement(self, theirs: Sequence[int], names: Sequence[str], calls: int = 0) -> str:
         """Return where the other rank's numbers differ, in words."""
-        ours = self.numbers()
+        ours = self.numbers(calls)
         if not theirs or theirs[0] != ours[0]:
             there = theirs[0] if theirs else "none"
             return f"version {there} of the wire, here it is {ours[0]}"
-        if len(theirs) >= _NUMBERS_OF_ALL and theirs[1] != ours[1]:
-            return f"pieces {theirs[1]}, here it is {ours[1]}"
-        if len(theirs) >= _NUMBERS_OF_ALL and theirs[2] != ours[2]:
-            return f"{theirs[2]} numbers of a decision, here they are {ours[2]}"
+        if len(theirs) >= _NUMBERS_OF_ALL:
+            for what, there, here in zip(_WORDS, theirs[1:], ours[1:], strict=False):
+                if there != here:
+                    return f"{what} {_or_none(what, there)}, here it is {_or_none(what, here)}"
         if len(theirs) != len(ours):
             count = (len(theirs) - _NUMBERS_OF_ALL) // _NUMBERS_OF_A_TABLE
             return f"{count} tables, here they are {len(self.tables)}"
@@ -164,12 +194,12 @@ class Terms:
                 return f"{of}{expected} rows expected, {table.sent} are sent from here"
         return "other rows"
 
-    def differ_but_in_rows(self, theirs: Sequence[int]) -> bool:
+    def differ_but_in_rows(self, theirs: Sequence[int], calls: int = 0) -> bool:
         """Return whether numbers differ that a rank has alike for all others.
 
         Each rank of the group then differs from one of the two, and knows it.
         """
-        return _of_rank(self.numbers()) != _of_rank(theirs)
+        return _of_rank(self.numbers(calls)) != _of_rank(theirs)
 
     def pieces_of(self, theirs: Sequence[int]) -> int:
         """Return the pieces of the other rank, by its numbers."""
@@ -187,6 +217,12 @@ def _of_rank(numbers: Sequence[int]) -> list[int]:
     ]
 
 
+def checks_of_calls(checks: Sequence[int], calls: int) -> list[int]:
+    """Return what descriptors have of terms: their checks, and the calls so far."""
+    number = _CALL.pack(calls)
+    return [zlib.crc32(number, check) for check in checks]
+
+
 def descriptor(check: int, n_bytes: int) -> int:
     """Return a descriptor as it crosses, of int64."""
     found = n_bytes << 32 | check
@@ -196,6 +232,11 @@ def descriptor(check: int, n_bytes: int) -> int:
 def read_descriptor(number: int) -> tuple[int, int]:
     """Return check and bytes of the message of a descriptor."""
     return number & _LOW_32, number >> 32 & _LOW_32
+
+
+def _or_none(what: str, number: int) -> str:
+    """Return a number of `_WORDS`, as it is given."""
+    return "none (its codec is not 'auto')" if what == _EVERY and not number else str(number)
 
 
 def _name(dtype: Any) -> str:

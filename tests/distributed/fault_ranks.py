@@ -120,10 +120,15 @@ def works(rank: int, ranks: int) -> dict[str, Any]:
     found.zero_()
     work = start(t)
     if not rank:  # others have not begun
+        try:
+            work.wait(timedelta(milliseconds=20))
+        except TimeoutError as late:
+            seen["in time"] = str(late) == "timeout: the exchange takes longer than 0.02 s"
         seen["goes on"] = not (work.is_completed() or work.is_success() or work.exception())
         dist.barrier()
     work.synchronize()
     seen["synchronize waits"] = torch.equal(found, expected)
+    seen["limit"] = "in time" in seen or rank > 0
     seen["ended well"] = work.is_success() and work.exception() is None
     seen["no limit"] = start(t).wait(timedelta(0))
     # One more row for all than they expect.

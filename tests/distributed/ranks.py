@@ -79,10 +79,17 @@ def main() -> None:
         world_size=int(ranks),
         timeout=timedelta(seconds=int(timeout_s)),
     )
-    from tests.distributed import calls_ranks, device_ranks, fault_ranks, table_ranks
+    from tests.distributed import (
+        calls_ranks,
+        device_ranks,
+        early_ranks,
+        fault_ranks,
+        kind_ranks,
+        table_ranks,
+    )
 
     known = CHECKS | table_ranks.CHECKS | device_ranks.CHECKS | fault_ranks.CHECKS
-    known |= calls_ranks.CHECKS
+    known |= calls_ranks.CHECKS | early_ranks.CHECKS | kind_ranks.CHECKS
     names = check.split("+")
     results = {name: known[name](int(rank), int(ranks)) for name in names}
     result = results if len(names) > 1 else results[check]

@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from bitslab.distributed.buffers import MOST_AGE, MOST_SPARE, Buffers
-from bitslab.distributed.caller import Caller
+from bitslab.distributed.faults import ExchangeError, Faults
 from bitslab.distributed.layout import Layout, Rows, sizes_of_tables
+from bitslab.distributed.plain import PlainExchange
+from bitslab.distributed.stats import Counters
 
 CPU = torch.device("cpu")
 
@@ -61,20 +63,49 @@ def test_what_nobody_asks_for_goes() -> None:
 def test_buffers_of_a_plain_exchange_that_fails_are_not_counted(
     failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    caller = Caller(codec="raw", lasting=False)
+    kept, faults = Buffers(), Faults(lasting=False)
     tables = [Rows(torch.ones(4, n), torch.empty(4, n), [4], [4]) for n in (2, 3)]
-    monkeypatch.setattr(caller, "_delivered", lambda *args: None)
-    left = iter([caller.buffers.take] if failing == "take" else [])
+    layout = Layout(sizes_of_tables(tables), 0, 1, 0)
+    exchange = PlainExchange(
+        cast(Any, None), tables, Counters(), faults, buffers=kept, layout=layout
+    )
+    monkeypatch.setattr(exchange, "_delivered", lambda *args: None)
+    left = iter([kept.take] if failing == "take" else [])
 
     def fail(*args: Any, **options: Any) -> Any:
         for work in left:  # the first buffer is lent
             return work(*args)
         raise MemoryError("none left")
 
-    monkeypatch.setattr(caller.buffers if failing == "take" else torch, failing, fail)
+    monkeypatch.setattr(kept if failing == "take" else torch, failing, fail)
     with pytest.raises(MemoryError, match="none left"):
-        caller._deliver_together(cast(Any, None), tables, Layout(sizes_of_tables(tables), 0, 1, 0))
-    assert caller.buffers.nbytes == 0
+        exchange.run()
+    assert kept.nbytes == 0
+    # Others may wait in the collective: no later one of this rank is to meet it.
+    with pytest.raises(ExchangeError, match="an earlier exchange failed: payload stage: Memory"):
+        exchange.run()
+
+
+def test_what_is_kept_goes_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = Buffers()
+    kept.give(kept.take(1 << 20, CPU))
+    of_torch, short = torch.empty, iter([True])
+
+    def empty(*args: Any, **options: Any) -> Any:
+        if next(short, False):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return of_torch(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", empty)
+    data = kept.take(1 << 24, CPU)
+    assert kept.nbytes == data.nbytes >= 1 << 24 and kept.kept_bytes == 0
+    monkeypatch.setattr(torch, "empty", lambda *args, **options: empty_of_none())
+    with pytest.raises(MemoryError, match="none at all"):
+        kept.take(1 << 26, CPU)
+
+
+def empty_of_none() -> None:
+    raise MemoryError("none at all")
 
 
 def test_threads_never_have_the_same_buffer() -> None:

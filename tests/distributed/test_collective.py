@@ -12,6 +12,7 @@ from bitslab.distributed.wire import (
     MOST_BYTES,
     TableTerms,
     Terms,
+    checks_of_calls,
     descriptor,
     read_descriptor,
 )
@@ -97,7 +98,10 @@ def test_works_say_how_exchanges_ended(ranks: int, seen_by: dict[int, Seen]) -> 
 def test_where_a_rank_cannot_encode_all_raise_at_once(
     pieces: int, check: str, ranks: int, seen_by: dict[int, Seen]
 ) -> None:
-    said = "ExchangeError: sizes stage: this or an earlier exchange failed on rank 1 of the group"
+    said = (
+        "ExchangeError: sizes stage: this or an earlier exchange failed on rank 1 of the group "
+        "(out of memory)"
+    )
     for rank, seen in enumerate(seen_by[ranks][check]):
         own = rank == 1
         assert seen[f"failed in {pieces}"] == ("MemoryError: no memory to encode" if own else said)
@@ -137,7 +141,7 @@ def test_ranks_with_other_numbers_all_raise(
 ) -> None:
     for rank, seen in enumerate(seen_by[ranks]["other_numbers"]):
         theirs, ours = (0, 6) if rank == 0 else (6, 0)
-        text = f"{theirs} numbers of a decision, here they are {ours}"
+        text = f"numbers of a decision: {theirs}, here it is {ours}"
         assert seen[f"{rows}"].startswith("ExchangeError: sizes stage") and text in seen[f"{rows}"]
         assert seen[f"{rows} kept"] == "True"
 
@@ -171,7 +175,10 @@ def test_a_rank_that_fails_where_ranks_decide_keeps_no_other_waiting(
             assert seen[f"{there} mode"] == found[0][f"{there} mode"]
         failed = "MemoryError: no memory to decode"
         assert seen["False 4"] == (failed if own else "no error")
-        another = "ExchangeError: another rank failed in an exchange by which modes are measured"
+        another = (
+            "ExchangeError: sizes stage: this exchange failed on rank 1 of the group "
+            "(out of memory)"
+        )
         assert seen["True 4"] == (failed if own else another)
         assert seen["True 5"].startswith("ExchangeError: an earlier exchange failed: ")
 
@@ -201,7 +208,7 @@ def test_ranks_that_disagree_all_raise_and_go_on(ranks: int, seen_by: dict[int, 
         "rows": ("4 rows expected, 6 are sent", "6 rows sent, 4 are expected"),
         "row": ("2 elements a row, here they are 3", "3 elements a row, here they are 2"),
         "dtype": ("dtype float32, here it is float64", "dtype float64, here it is float32"),
-        "version": ("version 4 of the wire, here it is 3", "version 3 of the wire, here it is 4"),
+        "version": ("version 5 of the wire, here it is 4", "version 4 of the wire, here it is 5"),
     }
     for found in by_both(ranks, "disagreement", seen_by):
         for what, (first, second) in reasons.items():
@@ -220,7 +227,7 @@ def check_what_follows(ranks: int, found: list[Any]) -> None:
         if ranks == 3 and rank == 2:
             assert seen["rows next"] == (
                 "ExchangeError: sizes stage: this or an earlier exchange failed on ranks 0, 1 "
-                "of the group"
+                "of the group (a disagreement)"
             )
         elif ranks == 3:
             assert seen["rows next"].startswith("ExchangeError: an earlier exchange failed: sizes")
@@ -306,9 +313,12 @@ def test_terms_are_the_same_on_both_sides_or_say_where_they_differ() -> None:
     assert lower.check() == higher.check() and lower.numbers() == higher.numbers()
     names = ["users", "items"]
     others = {
-        "version 2 of the wire, here it is 4": Terms(higher.tables, False, version=2),
+        "version 2 of the wire, here it is 5": Terms(higher.tables, False, version=2),
         "pieces 3, here it is 1": Terms(higher.tables, False, pieces=3),
-        "6 numbers of a decision, here they are 0": Terms(higher.tables, False, numbers_beside=6),
+        "numbers of a decision: 6, here it is 0": Terms(higher.tables, False, numbers_beside=6),
+        "decide_every 9, here it is none (its codec is not 'auto')": Terms(
+            higher.tables, False, decide_every=9
+        ),
         "1 tables, here they are 2": Terms(higher.tables[:1], False),
         "table users: dtype bfloat16, here it is float32": _with(higher, 0, (1, 8, 5, 4)),
         "table users: 9 elements a row, here they are 8": _with(higher, 0, (0, 9, 5, 4)),
@@ -318,6 +328,9 @@ def test_terms_are_the_same_on_both_sides_or_say_where_they_differ() -> None:
     for text, other in others.items():
         assert other.check() != lower.check()
         assert lower.disagreement(other.numbers(), names) == text
+    said = lower.disagreement(higher.numbers(calls=7), names, calls=8)
+    assert said == "calls so far: 7, here it is 8"
+    assert checks_of_calls([lower.check()], 7) != checks_of_calls([lower.check()], 8)
 
 
 def _with(terms: Terms, at: int, numbers: tuple[int, int, int, int]) -> Terms:

@@ -136,7 +136,7 @@ def test_rows_are_written_as_is_fastest_on_the_link(monkeypatch):
         "lossless": selection.Measured(2.0, 1e-9, 1e-9),
         "raw": selection.Measured(1.0, 1e-11, 1e-11),
     }
-    monkeypatch.setattr(selection, "measure", lambda rows, bound, c: found[c.name])
+    monkeypatch.setattr(selection, "measure", lambda rows, bound, c, repeats: found[c.name])
     rows, choice = torch.ones(10, 4), TableChoice()
 
     def chosen_at(bytes_per_s: float) -> str:
@@ -200,6 +200,7 @@ def test_decisions_are_made_in_the_same_calls():
     assert [i for i in range(150) if usual.begin()] == [8, 72, 136]
     resumed = Decision(ways=2)
     resumed.load_state_dict(usual.state_dict())
+    resumed.agreed()
     assert [i for i in range(150, 300) if resumed.begin()] == [200, 264]
     both = Decision(ways=2, every=5)
     assert [i for i in range(20) if (both.begin(0), both.begin(1))[1]] == [5, 10, 15]
@@ -286,7 +287,8 @@ def test_a_broken_collective_lasts_and_a_reported_disagreement_does_not():
     once.check()
     once.failed("rows", known_to_all=False)
     once.check()
-    assert once.to_report and "rows" in str(once.reported())
+    assert once.to_report and "rows" in str(once.pending())
+    once.reported()
     once.check()
     with pytest.raises(ExchangeError, match="payload stage: peer gone"):
         once.stage("payload", fail)
@@ -301,6 +303,7 @@ def test_a_state_has_when_ranks_decide_next() -> None:
         if kept.is_due(1):
             kept.decide_way(1, [0.5, -1.0, 1.0])
     anew.load_state_dict(kept.state_dict())
+    anew.agreed(1)
     due = []
     for decision in (kept, anew):
         of_one = []
@@ -319,7 +322,11 @@ def test_only_auto_goes_on_in_the_mode_of_a_state() -> None:
     for codec, plain in (("auto", True), ("compressed", False)):
         exchange = CompressedAllToAll(tables=[Table("a", 2)], codec=codec)
         exchange.load_state_dict(state)
-        assert exchange._caller.is_plain(0) is exchange._caller.is_plain(1) is plain
+        # The first exchange each way is compressed: ranks find there whether their states differ.
+        assert not exchange._caller.is_plain(0) and not exchange._caller.is_plain(1)
+        for way in (0, 1):
+            exchange._caller.decision.agreed(way)
+            assert exchange._caller.is_plain(way) is plain
 
 
 def test_states_of_other_tables_are_refused():

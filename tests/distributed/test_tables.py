@@ -114,7 +114,7 @@ def test_both_ways_on_a_gpu_go_on_with_what_whole_exchanges_took(
 KEPT = {
     "dtype": "ArgumentTypeError: inputs: b: torch.int32, planned is torch.float32",
     "width": "ArgumentError: inputs: b: [3, 8], expected [N, 3]",
-    "rows": "ArgumentError: input_split_sizes: [4, 4], expected sizes from 0 whose sum is 10",
+    "rows": "ArgumentError: input_split_sizes: a: [4, 4], expected sizes from 0 whose sum is 10",
     "unknown": "ArgumentError: input_split_sizes: ['c'], tables are ['a', 'b']",
     "a tensor": "ArgumentTypeError: inputs: a: expected a torch.Tensor, got list",
 }
@@ -153,7 +153,7 @@ WRONG = {
     "no mapping": "ArgumentTypeError: inputs: expected a mapping by table, got [tensor(",
     "width": "ArgumentError: inputs: users: [2, 3], expected [N, 8]",
     "dtype": "ArgumentTypeError: inputs: users: torch.float64, planned is torch.float32",
-    "no sizes": "ArgumentError: input_split_sizes: [0, 0], expected sizes from 0 whose sum is 2",
+    "no sizes": "ArgumentError: input_split_sizes: users: [0, 0], expected sizes from 0",
     "ids with pieces": "ArgumentError: row_ids: given with pieces=2",
     "feedback": "ArgumentError: received_ids: 1 ids, 2 rows come",
 }
