@@ -107,7 +107,7 @@ def test_where_a_rank_cannot_encode_all_raise_at_once(
         assert seen[f"failed in {pieces}"] == ("MemoryError: no memory to encode" if own else said)
         begin = "ExchangeError: an earlier exchange failed: "
         assert seen[f"next in {pieces}"].startswith(begin + ("encoding" if own else "sizes stage"))
-        assert seen[f"prompt in {pieces}"] and seen[f"rows in {pieces}"] == 0
+        assert seen[f"rows in {pieces}"] == 0
 
 
 @two_and_three
@@ -130,7 +130,6 @@ def test_ranks_with_other_pieces_all_raise_at_once(
         assert error.startswith(f"ExchangeError: sizes stage: rank {rank} of the group disagrees")
         theirs, ours = (3, pieces) if rank == 0 else (pieces, 3)
         assert f"rank {other}: pieces {theirs}, here it is {ours}" in error
-        assert seen[f"{there} {pieces} prompt"]  # the timeout is longer
         assert "an earlier exchange failed" in seen[f"{there} {pieces} next"]
 
 
@@ -264,7 +263,6 @@ def test_a_rank_that_ends_is_noticed(check: str, ranks: int, stage: str, tmp_pat
     assert gone is None
     for seen in others:
         assert seen["first"].startswith("ExchangeError: ") and f"{stage} stage: " in seen["first"]
-        assert seen.get("seconds", 0) < 25
         assert "an earlier exchange failed" in seen["second"] and seen.get("at once", True)
 
 

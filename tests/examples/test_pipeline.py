@@ -59,12 +59,27 @@ def test_times_are_reported() -> None:
 
     alone, overlapped = Spent(), Spent()
     for ahead, spent in ((0, alone), (1, overlapped)):
-        for _ in prepared(lambda: iter(range(4)), fetch, ahead, spent, CPU):
-            time.sleep(0.03)
+        assert list(prepared(lambda: iter(range(4)), fetch, ahead, spent, CPU)) == [0, 1, 2, 3]
         assert spent.fetching >= 4 * 0.02
     assert alone.waiting >= alone.fetching
-    # The first is waited for, the others are prepared meanwhile.
-    assert overlapped.waiting < alone.waiting
+    assert overlapped.waiting >= 0.02  # for the first
+
+
+def test_the_next_is_prepared_while_one_is_used() -> None:
+    fetched = [threading.Event() for _ in range(4)]
+
+    def fetch(batch: int) -> int:
+        fetched[batch].set()
+        return batch
+
+    with closing(prepared(lambda: iter(range(4)), fetch, 1, Spent(), CPU)) as batches:
+        for batch in batches:
+            assert batch == 3 or fetched[batch + 1].wait(20)  # nobody asks for it
+    with closing(prepared(lambda: iter(range(4)), fetch, 0, Spent(), CPU)) as batches:
+        for event in fetched:
+            event.clear()
+        assert next(batches) == 0
+        assert not fetched[1].wait(0.02)
 
 
 @pytest.mark.parametrize("ahead", [0, 1])

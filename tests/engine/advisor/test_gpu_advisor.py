@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -93,9 +92,7 @@ def test_the_advisor_of_a_device():
 
 def test_codecs_are_measured_and_a_launch_setting_is_found():
     codec: Any = get_codec("zvc")
-    begin = time.monotonic()
     model = fit_time_model("cuda", [codec], dtypes=[torch.float32], budget_s=5.0, cache=False)
-    assert time.monotonic() - begin < 60  # the kernels may have to be compiled
     times = model.codecs["zvc", 4]
     most = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     assert times.sm_budget is not None and 1 <= times.sm_budget <= most

@@ -24,14 +24,24 @@ def test_rows_are_measured_by_powers_of_two():
 
 
 def test_times_are_medians_measured_once_and_kept_between_processes(cache, monkeypatch):
-    prepared = []
+    """By a clock that only the work moves, of which the first run compiles and one is held up."""
+    prepared, now = [], [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def work(*seconds):
+        left = list(seconds)
+
+        def run():
+            now[0] += left.pop(0)
+
+        return run
 
     def prepare(rows):
         prepared.append(rows)
-        return (lambda: time.sleep(0.001)), (lambda: time.sleep(0.02))
+        return work(9, 2, 1, 2, 8, 3), work(9, 40, 20, 30, 10, 90)
 
     first = fused_times("weight", 3, CPU, prepare)
-    assert 0.001 <= first.fused_s < first.decoded_s and first.decoded_s >= 0.02
+    assert (first.fused_s, first.decoded_s) == (2, 30)
     assert fused_times("weight", 4, CPU, prepare) == first
     monkeypatch.setattr("bitslab.engine.advisor.product_times._known", {})
     assert fused_times("weight", 4, CPU, prepare) == first and prepared == [4]
