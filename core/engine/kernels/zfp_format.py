@@ -10,6 +10,7 @@ the same integers are found without.
 
 from __future__ import annotations
 
+import itertools
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ STREAM_BYTES = 8
 LEAST_BLOCK_BITS, MOST_BLOCK_BITS = 12, 128
 #: Most bits that the code of a plane takes.
 PLANE_BITS = 7
+#: Bits that a CPU decodes by one look-up; see `plane_runs`.
+RUN_BITS = 8
 #: zfp's least exponent, of the lowest bit that is kept.
 LEAST_EXPONENT = -1074
 
@@ -127,14 +130,60 @@ def plane_codes() -> np.ndarray[Any, Any]:
     return np.array([code | bits << 8 | known << 12 for code, bits, known in entries], np.uint16)
 
 
+def plane_of_code(known: int, bits: int, left: int) -> int:
+    """Return the plane whose code begins with `left` bits, the last of a block.
+
+    Where they end among the bits up to a further 1, that 1 is taken to come next.
+    """
+    at = min(known, left)
+    plane = bits & ((1 << at) - 1)
+    while at < left and known < BLOCK_VALUES:
+        more = bits >> at & 1
+        at += 1
+        if not more:
+            break
+        while at < left and known < BLOCK_VALUES - 1:
+            at += 1
+            if bits >> at - 1 & 1:
+                break
+            known += 1
+        plane |= 1 << known
+        known += 1
+    return plane
+
+
 @cache
-def plane_lookup() -> np.ndarray[Any, Any]:
-    """Return uint16 ``[5 * 2**PLANE_BITS]``: the plane of the next bits, and as `plane_codes`."""
-    table = np.zeros((5, 1 << PLANE_BITS), np.uint16)
-    for known in range(5):
-        for plane in range(16):
-            code, bits, after = code_of_plane(known, plane)
-            table[known, code :: 1 << bits] = plane | bits << 8 | after << 12
+def plane_runs() -> np.ndarray[Any, Any]:
+    """Return uint64 ``[2 * 5 * 2**RUN_BITS]``: the planes that the next bits of a block hold.
+
+    The first half has, by values known and the next RUN_BITS bits, the planes whose codes end in
+    these. The second has, by values known and the last bits of a block, fewer than RUN_BITS with a
+    1 behind them, all the planes that are left. An entry has a byte of each value with its bits,
+    that of the last plane lowest; the planes from bit 32 on, the bits of their codes from 36 on,
+    the values known after them from 40 on.
+    """
+    codes = [[code_of_plane(known, plane) for plane in range(16)] for known in range(5)]
+    table = np.zeros((2, 5, 1 << RUN_BITS), np.uint64)
+    # Of so many bits: the first plane, and the run of the bits behind its code.
+    runs: dict[tuple[int, int, int], tuple[int, ...]] = {}
+    for width, known in itertools.product(range(RUN_BITS + 1), range(5)):
+        for bits in range(1 << width):
+            run: tuple[int, ...] = (known << 40, known << 40)
+            if width:
+                plane = plane_of_code(known, bits, width)
+                spread = sum((plane >> value & 1) << 8 * value for value in range(BLOCK_VALUES))
+                _, used, after = codes[known][plane]
+                if used <= width:
+                    begin = (1 << 32) + (used << 36)
+                    rest = runs[width - used, after, bits >> used]
+                    run = tuple(begin + each + (spread << (each >> 32 & 15)) for each in rest)
+                else:
+                    run = (known << 40, known << 40 | width << 36 | 1 << 32 | spread)
+            runs[width, known, bits] = run
+            if width == RUN_BITS:
+                table[0, known, bits] = run[0]
+            else:
+                table[1, known, 1 << width | bits] = run[1]
     return table.reshape(-1)
 
 

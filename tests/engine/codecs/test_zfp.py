@@ -219,3 +219,19 @@ def test_a_blob_of_other_bits_is_refused():
     blob = ZfpCodec(32).encode(values("alike", 400).float())
     with pytest.raises(bitslab.CorruptedDataError, match="blob: its zfp form"):
         ZfpCodec(33).decode(blob)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16], ids=str)
+def test_subnormal_values_are_decoded_where_torch_flushes_them(dtype):
+    least = torch.finfo(dtype).smallest_normal
+    t = (torch.arange(1, 257, dtype=torch.float64) * least / 200).to(dtype)
+    codec = ZfpCodec(60)
+    blob = codec.encode(t)
+    expected = codec.decode(blob)
+    assert ((expected != 0) & (expected < least)).sum() > 150
+    assert torch.set_flush_denormal(True)
+    try:
+        found = codec.decode(blob)
+    finally:
+        torch.set_flush_denormal(False)
+    assert same_bits(found, expected)

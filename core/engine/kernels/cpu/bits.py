@@ -28,6 +28,7 @@ ZERO = np.uint64(0)
 WORD = np.uint64(32)
 GROUP = 32  # chunks of a group
 LOW_WORD = np.uint64(0xFFFFFFFF)
+MOST_FLOAT32 = float(np.finfo(np.float32).max)
 
 
 @intrinsic  # type: ignore[untyped-decorator]
@@ -74,6 +75,42 @@ def spread_bits(typing_context: Any, x: Any, mask: Any) -> Any:
         return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
 
     return types.uint64(types.uint64, types.uint64), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def rounded_bits(typing_context: Any, x: Any) -> Any:
+    """Return the bits of a float64 rounded to float32, to nearest and ties to even."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(builder.fptrunc(args[0], ir.FloatType()), ir.IntType(32))
+
+    return types.uint32(types.float64), build
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def float32_bits(x):
+    """Return the bits of a float64 rounded to the nearest finite float32, ties to even."""
+    return rounded_bits(min(max(x, -MOST_FLOAT32), MOST_FLOAT32))
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def float64_bits(typing_context: Any, x: Any) -> Any:
+    """Return the bits of a float64."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.IntType(64))
+
+    return types.uint64(types.float64), build
+
+
+@intrinsic  # type: ignore[untyped-decorator]
+def float64_of_bits(typing_context: Any, x: Any) -> Any:
+    """Return the float64 that has such bits."""
+
+    def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.bitcast(args[0], ir.DoubleType())
+
+    return types.float64(types.uint64), build
 
 
 @njit(nogil=True, cache=True)

@@ -24,7 +24,7 @@ from ..kept_format import (
     ZFP_FORM,
     KeptLayout,
 )
-from ..zfp_format import FLOAT_KINDS, plane_codes, plane_lookup, zfp_layout
+from ..zfp_format import FLOAT_KINDS, plane_codes, plane_runs, zfp_layout
 from .compiling import call
 from .constants import UNSIGNED
 from .loading import keeping, run_lengths, sparse_rows, zfp_blocks
@@ -192,8 +192,8 @@ def decode_zfp(
     if parts.raw:
         return True
     stream = data.numpy()[HEADER_BYTES : layout.before_bytes].view(np.uint64)
-    sizes = (kind.fraction_bits, kind.exponent_bits, kind.integer_bits, block_bits)
-    _over_rows(zfp_blocks().decode_zfp, layout, stream, *sizes, plane_lookup(), units)
+    sizes = (kind.fraction_bits, kind.exponent_bits, block_bits)
+    _over_rows(zfp_blocks().decode_zfp, layout, stream, *sizes, plane_runs(), units)
     _over_rows(keeping().put_units, layout, parts.starts, parts.values, parts.places, units)
     return True
 

@@ -1,9 +1,10 @@
 """Numba twins of zfp.cu: the readable definition of the stream; see `zfp_format`.
 
 ``x`` and ``out`` are values as unsigned integers, ``words`` the stream as uint64, ``codes`` and
-``lookup`` what `zfp_format.plane_codes` and `plane_lookup` return. A row is ROW_UNITS values.
+``runs`` what `zfp_format.plane_codes` and `plane_runs` return. A row is ROW_UNITS values.
 The kind of the values is `fraction_bits`, `exponent_bits`, `int_bits` of an integer of a block, and
-`block_bits` are those of a block.
+`block_bits` are those of a block. What is decoded is computed as float64 where no result is
+subnormal, in which it is exact but for the last rounding; torch may have subnormal ones flushed.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import numpy as np
 
 from ..kept_format import ROW_UNITS
-from ..zfp_format import BLOCK_VALUES, LEAST_EXPONENT, PLANE_BITS
-from .bits import leading_zeros, low_bits
+from ..zfp_format import BLOCK_VALUES, LEAST_EXPONENT, RUN_BITS
+from .bits import float32_bits, float64_bits, float64_of_bits, leading_zeros, low_bits, width_of
 from .jit import njit
 
 ROW_BLOCKS = ROW_UNITS // BLOCK_VALUES
@@ -21,7 +22,15 @@ ZERO = np.uint64(0)
 FOUR = np.uint64(4)
 WORD = np.uint64(64)
 NEGABINARY = np.uint64(0xAAAAAAAAAAAAAAAA)
-NEXT = np.uint64((1 << PLANE_BITS) - 1)
+RUN = np.uint64(RUN_BITS)
+NEXT = np.uint64((1 << RUN_BITS) - 1)
+ENDS = np.uint64(5 << RUN_BITS)  # where the runs at the end of a block begin
+FIFTEEN = np.uint64(15)
+BYTE = np.uint64(255)
+NIBBLES = np.uint64(0x0F0F0F0F0F0F0F0F)
+BYTES = np.uint64(0x00FF00FF00FF00FF)
+PAIRS = np.uint64(0x0000FFFF0000FFFF)
+MAGNITUDE = np.uint64((1 << 63) - 1)  # of a float64
 
 
 @njit(nogil=True, cache=True)
@@ -209,10 +218,101 @@ def value_of(y, unit, fraction_bits, exponent_bits):
     return bits | (np.uint64(y < 0) << np.uint64(fraction_bits + exponent_bits))
 
 
+@njit(nogil=True, cache=True, forceinline=True)
+def scaled(y, scale, unit, fraction_bits, exponent_bits):
+    """Return `value_of`, given two to the power of `unit` as float64: 0.0 where that is not normal.
+
+    The product is exact, or rounded once where `y` has more bits than a float64, and never
+    subnormal; a normal value's bits are the upper ones of it.
+    """
+    number = float64_bits(np.float64(y) * scale)
+    size = number & MAGNITUDE
+    rebias = np.uint64(1024 - (1 << (exponent_bits - 1)))
+    dropped = np.uint64(52 - fraction_bits)
+    least_normal = (rebias + ONE) << np.uint64(52)
+    if (size < least_normal) & (y != 0):  # one branch, seldom taken: zeros are frequent
+        return value_of(y, unit, fraction_bits, exponent_bits)
+    if dropped:
+        size += (ONE << (dropped - ONE)) - ONE + ((size >> dropped) & ONE)
+    infinite = ((ONE << np.uint64(exponent_bits)) - ONE) << np.uint64(fraction_bits)
+    bits = min((size >> dropped) - (rebias << np.uint64(fraction_bits)), infinite - ONE)
+    bits = bits if y else ZERO
+    return bits | (number >> np.uint64(63)) << np.uint64(fraction_bits + exponent_bits)
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def every_fourth(x):
+    """Return bits 0, 4, 8 and so on of a word, next to each other."""
+    x &= np.uint64(0x1111111111111111)
+    x = (x | x >> np.uint64(3)) & np.uint64(0x0303030303030303)
+    x = (x | x >> np.uint64(6)) & np.uint64(0x000F000F000F000F)
+    x = (x | x >> np.uint64(12)) & np.uint64(0x000000FF000000FF)
+    return (x | x >> np.uint64(24)) & np.uint64(0xFFFF)
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def nibbles_backwards(x):
+    """Return a word whose first four bits are the last ones of `x`, and so on."""
+    x = (x >> np.uint64(32)) | (x << np.uint64(32))
+    x = ((x >> np.uint64(16)) & PAIRS) | ((x & PAIRS) << np.uint64(16))
+    x = ((x >> np.uint64(8)) & BYTES) | ((x & BYTES) << np.uint64(8))
+    return ((x >> FOUR) & NIBBLES) | ((x & NIBBLES) << FOUR)
+
+
+@njit(nogil=True, cache=True, forceinline=True)
+def decode_planes(low, high, left, planes, runs):
+    """Return the integers of a block in base -2, given the bits of their planes.
+
+    These are `left` of the 128 bits of `low` and `high`. The planes are `planes` with those that
+    are cut off; the lowest bit of an integer is of the last one.
+    """
+    a = b = c = d = ZERO
+    known = ZERO
+    while known != FOUR and left > 0 and planes > 0:
+        at = known << RUN
+        if left >= RUN_BITS:
+            at |= low & NEXT
+        else:
+            stop = ONE << np.uint64(left)
+            at += ENDS + (stop | (low & (stop - ONE)))
+        entry = runs[at]
+        count, by = (entry >> np.uint64(32)) & FIFTEEN, (entry >> np.uint64(36)) & FIFTEEN
+        known = entry >> np.uint64(40)
+        over = np.uint64(max(np.int64(count) - planes, 0))
+        taken = count - over
+        a = (a << taken) | (entry & BYTE) >> over
+        b = (b << taken) | ((entry >> np.uint64(8)) & BYTE) >> over
+        c = (c << taken) | ((entry >> np.uint64(16)) & BYTE) >> over
+        d = (d << taken) | ((entry >> np.uint64(24)) & BYTE) >> over
+        planes -= np.int64(taken)
+        left -= np.int64(by)
+        low = (low >> by) | (high << (WORD - by))
+        high >>= by
+    # Planes that are their codes: 16 of a word at a time.
+    count = min(planes, (left + 3) >> 2)
+    planes -= count
+    while count > 0:
+        if left < 64:
+            low &= (ONE << np.uint64(left)) - ONE
+        taken = min(count, 16)
+        by, over = np.uint64(taken), np.uint64(16 - taken)
+        word = nibbles_backwards(low)
+        a = (a << by) | every_fourth(word) >> over
+        b = (b << by) | every_fourth(word >> ONE) >> over
+        c = (c << by) | every_fourth(word >> np.uint64(2)) >> over
+        d = (d << by) | every_fourth(word >> np.uint64(3)) >> over
+        low = high  # of which a block of more than 16 such planes has the rest
+        left -= 64
+        count -= taken
+    by = np.uint64(planes)
+    return a << by, b << by, c << by, d << by
+
+
 @njit(nogil=True, cache=True)
-def decode_zfp(words, fraction_bits, exponent_bits, int_bits, block_bits, lookup, out, begin, end):
+def decode_zfp(words, fraction_bits, exponent_bits, block_bits, runs, out, begin, end):
     """Write the values of the rows begin..end, whatever the stream holds."""
     n = len(out)
+    int_bits = 64 if width_of(out) == 64 else 32  # that the compiler knows
     bias, field_bits = (127, 8) if int_bits == 32 else (1023, 11)
     negabinary = NEGABINARY & low_bits(int_bits)
     for row in range(begin, end):
@@ -228,58 +328,22 @@ def decode_zfp(words, fraction_bits, exponent_bits, int_bits, block_bits, lookup
                 if by and w + np.uint64(2) < len(words):
                     high |= words[w + np.uint64(2)] << (WORD - by)
             bit += np.uint64(block_bits)
-            a = b = c = d = ZERO
-            exponent = np.int64(0)
-            if low & ONE:
-                exponent = np.int64((low >> ONE) & low_bits(field_bits)) - bias
-                by = np.uint64(field_bits + 1)
-                low = (low >> by) | (high << (WORD - by))
-                high >>= by
-                left = block_bits - field_bits - 1
-                least = max(0, int_bits - max(0, exponent - LEAST_EXPONENT + 4))
-                k = np.int64(int_bits)
-                known = ZERO
-                while left > 0 and k > least:
-                    if known == ZERO and low & ONE == ZERO:  # planes of zeros
-                        ahead = 63 - leading_zeros(low & (~low + ONE)) if low else 63
-                        ahead = min(ahead, left, k - least)
-                        k -= ahead
-                        left -= ahead
-                        by = np.uint64(ahead)
-                        low = (low >> by) | (high << (WORD - by))
-                        high >>= by
-                        continue
-                    k -= 1
-                    if left >= PLANE_BITS:
-                        entry = np.uint64(lookup[known << np.uint64(PLANE_BITS) | (low & NEXT)])
-                        plane = entry & np.uint64(15)
-                        by = (entry >> np.uint64(8)) & np.uint64(15)
-                        known = entry >> np.uint64(12)
-                        left -= np.int64(by)
-                        low = (low >> by) | (high << (WORD - by))
-                        high >>= by
-                    else:
-                        plane, known, low, left = last_plane(known, low, left)
-                    at = np.uint64(k)
-                    a |= (plane & ONE) << at
-                    b |= ((plane >> ONE) & ONE) << at
-                    c |= ((plane >> np.uint64(2)) & ONE) << at
-                    d |= (plane >> np.uint64(3)) << at
-                    # Planes that are their codes: none waits for the look-up of the one before.
-                    while known == FOUR and left >= BLOCK_VALUES and k > least:
-                        k -= 1
-                        left -= BLOCK_VALUES
-                        at = np.uint64(k)
-                        a |= (low & ONE) << at
-                        b |= ((low >> ONE) & ONE) << at
-                        c |= ((low >> np.uint64(2)) & ONE) << at
-                        d |= ((low >> np.uint64(3)) & ONE) << at
-                        low = (low >> FOUR) | (high << (WORD - FOUR))
-                        high >>= FOUR
-            p0 = fold(np.int64((a ^ negabinary) - negabinary), int_bits)
-            p1 = fold(np.int64((b ^ negabinary) - negabinary), int_bits)
-            p2 = fold(np.int64((c ^ negabinary) - negabinary), int_bits)
-            p3 = fold(np.int64((d ^ negabinary) - negabinary), int_bits)
+            if low & ONE == ZERO:
+                for j in range(i, min(i + BLOCK_VALUES, last)):
+                    out[j] = 0
+                continue
+            exponent = np.int64((low >> ONE) & low_bits(field_bits)) - bias
+            by = np.uint64(field_bits + 1)
+            low = (low >> by) | (high << (WORD - by))
+            high >>= by
+            least = max(0, int_bits - max(0, exponent - LEAST_EXPONENT + 4))
+            left, planes = block_bits - field_bits - 1, int_bits - least
+            a, b, c, d = decode_planes(low, high, left, planes, runs)
+            by = np.uint64(least)
+            p0 = fold(np.int64((a << by ^ negabinary) - negabinary), int_bits)
+            p1 = fold(np.int64((b << by ^ negabinary) - negabinary), int_bits)
+            p2 = fold(np.int64((c << by ^ negabinary) - negabinary), int_bits)
+            p3 = fold(np.int64((d << by ^ negabinary) - negabinary), int_bits)
             p1 = fold(p1 + (p3 >> 1), int_bits)
             p3 = fold(p3 - (p1 >> 1), int_bits)
             p1 += p3
@@ -290,42 +354,24 @@ def decode_zfp(words, fraction_bits, exponent_bits, int_bits, block_bits, lookup
             p2 = (p2 << 1) - p1
             p3 += p0
             p0 = (p0 << 1) - p3
+            p0, p1 = fold(p0, int_bits), fold(p1, int_bits)
+            p2, p3 = fold(p2, int_bits), fold(p3, int_bits)
             unit = exponent - (int_bits - 2)
-            out[i] = value_of(fold(p0, int_bits), unit, fraction_bits, exponent_bits)
+            scale = float64_of_bits(np.uint64(max(unit + 1023, 0)) << np.uint64(52))
+            if width_of(out) == 32 and unit >= 1 - bias and i + 3 < last:
+                # No value is subnormal: by arithmetic of floats.
+                out[i] = float32_bits(np.float64(p0) * scale)
+                out[i + 1] = float32_bits(np.float64(p1) * scale)
+                out[i + 2] = float32_bits(np.float64(p2) * scale)
+                out[i + 3] = float32_bits(np.float64(p3) * scale)
+                continue
+            out[i] = scaled(p0, scale, unit, fraction_bits, exponent_bits)
             if i + 1 < last:
-                out[i + 1] = value_of(fold(p1, int_bits), unit, fraction_bits, exponent_bits)
+                out[i + 1] = scaled(p1, scale, unit, fraction_bits, exponent_bits)
             if i + 2 < last:
-                out[i + 2] = value_of(fold(p2, int_bits), unit, fraction_bits, exponent_bits)
+                out[i + 2] = scaled(p2, scale, unit, fraction_bits, exponent_bits)
             if i + 3 < last:
-                out[i + 3] = value_of(fold(p3, int_bits), unit, fraction_bits, exponent_bits)
-
-
-@njit(nogil=True, cache=True)
-def last_plane(known, low, left):
-    """Decode a plane when `left` bits may not hold its code; it ends with them.
-
-    Where they end among the bits up to a further 1, that 1 is taken to come next.
-    """
-    count = min(np.int64(known), left)
-    plane = low & ((ONE << np.uint64(count)) - ONE)
-    low >>= np.uint64(count)
-    left -= count
-    while left > 0 and known < FOUR:
-        left -= 1
-        more = low & ONE
-        low >>= ONE
-        if not more:
-            break
-        while left > 0 and known < np.uint64(3):
-            left -= 1
-            found = low & ONE
-            low >>= ONE
-            if found:
-                break
-            known += ONE
-        plane |= ONE << known
-        known += ONE
-    return plane, known, low, left
+                out[i + 3] = scaled(p3, scale, unit, fraction_bits, exponent_bits)
 
 
 @njit(nogil=True, cache=True)
