@@ -40,18 +40,20 @@ def move(width):
 width = int(sys.argv[1])
 for kernel in (count, copy, move) if width == 2 else (move, copy, count):
     kernel(width)
+print("numba.typed.typeddict" in sys.modules)  # of what Numba loads before it compiles
 """
 
 
 def test_processes_share_a_new_cache(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    for _ in range(2):  # into the new cache, then out of it
+    for compiles in (True, False):  # into the new cache, then out of it
         for done in run_forked_together(
             [["-c", CODE, width] for width in "24"],
             imports=("torch", "bitslab"),  # Numba has not read its environment
             env=environment,
         ):
             assert done.returncode == 0, done.stderr
+            assert done.stdout == f"{compiles}\n"
         assert list(tmp_path.rglob("*.nbc"))
 
 

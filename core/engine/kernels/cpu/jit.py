@@ -13,6 +13,7 @@ from typing import Any
 
 import numba
 from numba.core.caching import FunctionCache
+from numba.core.runtime import rtsys
 
 from .lock_files import lock_file
 
@@ -21,9 +22,15 @@ class LockedCache(FunctionCache):
     """Numba's cache of a function, one process at a time."""
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
-        """Return what is compiled for a signature, or None."""
-        with lock_file(self.cache_path, "bitslab.lock"):
-            return super().load_overload(sig, target_context)
+        """Return what is compiled for a signature, or None.
+
+        Numba's own method first loads what it knows of every function and type, which takes longer
+        than all that a process has to load, and which Numba does again before it compiles. What is
+        compiled already needs the runtime alone.
+        """
+        rtsys.initialize(target_context)
+        with lock_file(self.cache_path, "bitslab.lock"), self._guard_against_spurious_io_errors():
+            return self._load_overload(sig, target_context)
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Write what was compiled for a signature."""
