@@ -1,7 +1,8 @@
-"""Cache: the interface through which a table uses a cache of its rows."""
+"""Cache: the interface through which a table uses a cache of its rows; and those that it has."""
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,3 +42,22 @@ class Cache(Protocol):
     def forget(self, ids: torch.Tensor) -> None:
         """Drop the copies of packed rows int64 ``[n]``; no gather runs meanwhile."""
         ...
+
+
+class Caches:
+    """The caches over one table, held weakly. True where there are any."""
+
+    def __init__(self) -> None:
+        self._caches: weakref.WeakSet[Cache] = weakref.WeakSet()
+
+    def __bool__(self) -> bool:
+        return bool(self._caches)
+
+    def add(self, cache: Cache) -> None:
+        """Tell a cache too of rows that change from now on."""
+        self._caches.add(cache)
+
+    def forget(self, ids: torch.Tensor) -> None:
+        """Drop all copies of packed rows; see `Cache.forget`."""
+        for cache in list(self._caches):
+            cache.forget(ids)

@@ -36,17 +36,14 @@ class Gathers:
     lock : ReadersAndWriter
         The table's lock. Callers of gathers hold it as readers, callers of `update`, `replace`
         and `close` as the writer.
-    pin : bool
-        Whether to page-lock the rows when a GPU first gathers.
 
     Notes
     -----
     Threads may gather at once.
     """
 
-    def __init__(self, rows: HostRows, lock: ReadersAndWriter, *, pin: bool) -> None:
+    def __init__(self, rows: HostRows, lock: ReadersAndWriter) -> None:
         self._rows = rows
-        self._pin = pin
         self._populated = False
         # Prepared for gathers on the CPU, with the rows and overflow memory that it was made from.
         self._prepared: tuple[HostRows, int, PreparedRows | None] | None = None
@@ -195,10 +192,10 @@ class Gathers:
     # On a GPU
 
     def readable_by_gpu(self) -> bool:
-        """Return whether GPUs can read the rows in host memory; page-lock them if `pin`."""
+        """Return whether GPUs can read the rows in host memory; page-lock them if they may be."""
         rows = self._rows
         buffer = rows.parts.buffers.get("words") if rows.for_gpus else None
-        return bool(self._pin and buffer is not None and buffer.ensure_pinned())
+        return bool(rows.pin and buffer is not None and buffer.ensure_pinned())
 
     def writes(self, device: torch.device) -> GpuWrites | None:
         """Return what packs rows into a packed table by a GPU's kernels, where these can do so."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,12 +21,11 @@ from ..engine.codecs.base import (
     rows_as_bytes,
 )
 from ..engine.kernels.cpu.prepared import SlotMap
-from ..engine.kernels.format import ceil_div
 from ..engine.memory.locks import ReadersAndWriter, call_after_fork
 from ..errors import BitslabError
 from .arguments import Index, checked_target, row_ids
 from .build import SAMPLE_BYTES
-from .cache import Cache
+from .cache import Cache, Caches
 from .changes import MappedFile, Ownership, checked_update, merged
 from .counters import Counters
 from .gathering import Gathers
@@ -64,12 +62,11 @@ class HostTable:
         file: MappedFile | None = None,
     ) -> None:
         self._rows = rows = HostRows(parts, pin=pin)
-        self._pin = pin
         self._closed = False
         self._ownership = Ownership(read_only=read_only, file=file)
-        self._caches: weakref.WeakSet[Cache] = weakref.WeakSet()
+        self._caches = Caches()
         self._lock = ReadersAndWriter()
-        self._gathers = Gathers(rows, self._lock, pin=pin)
+        self._gathers = Gathers(rows, self._lock)
         call_after_fork(self)
 
     def after_fork(self) -> None:
@@ -416,10 +413,7 @@ class HostTable:
             yield
 
     def row_lengths(self, ids: torch.Tensor) -> tuple[np.ndarray[Any, Any], int]:
-        """Return words of packed rows and of a raw row, by their numbers among packed rows.
-
-        See `HostRows.row_lengths`.
-        """
+        """Return words of packed rows, by number, and of a raw row; see `HostRows.row_lengths`."""
         with self._reading():
             return self._rows.row_lengths(ids)
 
@@ -492,8 +486,7 @@ class HostTable:
                 self._check_open()
                 # Again: the table may have been shared since.
                 self._ownership.check("update", parts)
-                for cache in list(self._caches):
-                    cache.forget(torch.from_numpy(numbers))
+                self._caches.forget(torch.from_numpy(numbers))
                 try:
                     self._gathers.refresh(self._rows.update(numbers, rows, packed))
                 except BaseException:
@@ -507,10 +500,8 @@ class HostTable:
                 self._check_open()
                 self._ownership.check("compact", self._parts)
                 if fresh.codec is not self.codec:
-                    packed_rows = ceil_div(len(self), self.rows_per_packed_row)
-                    for cache in list(self._caches):
-                        cache.forget(torch.arange(packed_rows))
-                old, self._rows = self._rows, HostRows(fresh, pin=self._pin)
+                    self._caches.forget(torch.arange(fresh.n_rows))
+                old, self._rows = self._rows, HostRows(fresh, pin=self._rows.pin)
                 self._gathers.replace(self._rows)
         except BaseException:
             fresh.close()

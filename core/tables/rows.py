@@ -30,7 +30,7 @@ class HostRows:
     parts : TableParts
         The packed rows.
     pin : bool
-        Whether rows that move are page-locked too.
+        Whether the rows are page-locked when a GPU first gathers, those that move included.
     """
 
     def __init__(self, parts: TableParts, *, pin: bool) -> None:
@@ -44,7 +44,7 @@ class HostRows:
         self.overflow_moves = 0
         #: Whether rows were updated since they were packed.
         self.dirty = False
-        #: Whether rows that move are page-locked too.
+        #: Whether the rows are page-locked for GPUs.
         self.pin = pin
         #: What tells the host of rows that a GPU has written by itself.
         self.pull: Callable[[], None] | None = None

@@ -246,7 +246,7 @@ class CompressedTable(HostTable):
         with self._ownership.changing("compact"):
             self._ownership.check("compact", self._parts)
             codec = fitted_again(self.packed_rows_of, self._parts) if refit else self.codec
-            self._replace(self._repacked(self.layout, codec, pin=self._pin, progress=progress))
+            self._replace(self._repacked(self.layout, codec, pin=self._rows.pin, progress=progress))
 
     @contextlib.contextmanager
     def read_by_products(
@@ -312,7 +312,7 @@ class CompressedTable(HostTable):
                 raise BitslabError("pickle: rows have moved; call compact() first")
             self._rows.settle()
             state = self._parts.describe()
-            return state | {"buffers": dict(self._parts.buffers), "pin": self._pin}
+            return state | {"buffers": dict(self._parts.buffers), "pin": self._rows.pin}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         if "path" in state:
