@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,18 @@ from bitslab.engine.kernels.cuda import kernels_on
 from bitslab.engine.kernels.cuda.source import Variant
 from bitslab.engine.kernels.cuda.variants import all_variants
 from tests.engine.kernels.cases import TABLE_KINDS, cache_of, make_case, table_of
+from tests.helpers import random_bits, same_bits
 
 pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
 
 VARIANTS = [v for v in all_variants() if isinstance(v, Variant)]
 GATHERERS = [v for v in VARIANTS if v.file == "gather"]
+LONG_ROWS = 300_000
+PLANS: dict[str, dict[str, Any]] = {
+    "planned": {},
+    "positional": {"code_bits": 1, "uniform": False, "grouped": False},
+    "grouped": {"code_bits": 3, "uniform": True, "grouped": True},
+}
 ROW_BYTES = {"three-warps-a-row": 12 << 10, "block-a-row": 24 << 10, "long": 48 << 10}
 
 
@@ -44,6 +52,81 @@ def assert_gpu_equals_cpu(case) -> None:
 def test_gpu_packs_and_unpacks_like_the_cpu(variant, clusters):
     for seed in range(2):
         assert_gpu_equals_cpu(make_case(variant, clusters=clusters, seed=seed))
+
+
+def long_table(dtype: torch.dtype, row_bytes: int) -> torch.Tensor:
+    """Return rows enough for warps that take several after each other and for tiles of the largest.
+
+    Values are near to each other, one of 256 is any; rows repeat, here and there and after each
+    other, and some thousand are of random bits, which stay raw.
+    """
+    generator = torch.Generator().manual_seed(row_bytes)
+    columns = row_bytes // dtype.itemsize
+    x = torch.randn(LONG_ROWS, columns, generator=generator)
+    x = (x * (0.02 if dtype.is_floating_point else 4)).bfloat16().to(dtype)
+    drawn = random_bits(dtype, (LONG_ROWS, columns), seed=row_bytes)
+    x = torch.where(torch.rand(LONG_ROWS, columns, generator=generator) < 1 / 256, drawn, x)
+    x[::50] = x[3]
+    x[50_001:54_000] = x[4]
+    x[100_001:104_000] = drawn[100_001:104_000]
+    return x
+
+
+def assert_gpu_equals_cpu_on_long(x: torch.Tensor, codec: InvariantCodec) -> None:
+    on_cpu, on_gpu = codec.encode(x), codec.encode(x.cuda())
+    kept_raw = int((on_cpu.parts["lengths"] == 0).sum())
+    assert 3000 < kept_raw < LONG_ROWS // 10, "not about the random rows alone"
+    assert on_gpu.facts == on_cpu.facts
+    for name, part in on_cpu.parts.items():
+        assert torch.equal(on_gpu.parts[name].cpu(), part), name
+    for start, stop in ((0, LONG_ROWS), (99_999, LONG_ROWS - 1)):
+        out = torch.zeros_like(x[start:stop], device="cuda")
+        codec.decode(on_gpu, out=out, start=start, stop=stop)
+        assert same_bits(out.cpu(), x[start:stop])
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(-LONG_ROWS, LONG_ROWS, (200_001,), generator=generator)
+    for wanted in (ids, ids.int(), ids.sort().values):
+        expected = codec.decode(on_cpu, wanted)
+        assert same_bits(expected, x[wanted.long()])
+        assert same_bits(codec.decode(on_gpu, wanted.cuda()).cpu(), expected)
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("row_bytes", [64, 256])
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int8, torch.float64],
+    ids=str,
+)
+def test_gpu_packs_and_unpacks_long_tables_like_the_cpu(dtype, row_bytes, plan):
+    x = long_table(dtype, row_bytes)
+    assert_gpu_equals_cpu_on_long(x, InvariantCodec.fit(x[:30_000], **plan))
+
+
+@pytest.mark.parametrize("row_bytes", [64, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
+def test_gpu_packs_and_unpacks_long_tables_of_clusters_like_the_cpu(dtype, row_bytes):
+    x = long_table(dtype, row_bytes)
+    for kind in (1, 2):  # which other columns tell from the first
+        columns = x[kind::3, kind::3]
+        columns.copy_(columns / 16**kind if dtype.is_floating_point else columns + 32 * kind)
+    codec = InvariantCodec.fit(x[:30_000], clusters=3)
+    assert codec.profile.format.clusters == 3
+    assert_gpu_equals_cpu_on_long(x, codec)
+
+
+@pytest.mark.parametrize("layout", ["compact", "inplace"])
+@pytest.mark.parametrize("row_bytes", [64, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_gpu_gathers_from_long_tables_in_host_memory(dtype, row_bytes, layout):
+    x = long_table(dtype, row_bytes)
+    table = bitslab.CompressedTable.from_tensor(x, layout, "ibp")
+    ids = torch.randint(-LONG_ROWS, LONG_ROWS, (200_001,))
+    expected = table.gather(ids)
+    assert same_bits(expected, x[ids])
+    for sort in (False, True):
+        assert same_bits(table.gather(ids, device="cuda", sort=sort).cpu(), expected)
+        assert same_bits(table.gather(ids.cuda(), sort=sort).cpu(), expected)
 
 
 @pytest.mark.parametrize("row_bytes", ROW_BYTES.values(), ids=ROW_BYTES)

@@ -12,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..compressed import CompressedTensor
-from ..dtypes import dtype_from_name, dtype_name
+from ..dtypes import dtype_from_name, dtype_name, flat_bytes
 from ..engine.codecs import PackedRows, RowCodec
 from ..engine.codecs.base import elements
 from ..engine.codecs.registry import row_codec_class
@@ -23,6 +24,8 @@ from ..errors import CorruptedDataError
 
 PART_ALIGNMENT_BYTES = 16
 RAW_ALIGNMENT_BYTES = 256
+#: Parts of so many bytes are copied by torch's threads, which pays where pages are new.
+TEAM_BYTES = 4 << 20
 
 
 def round_up(nbytes: int, multiple: int) -> int:
@@ -248,4 +251,9 @@ def lay_out(
 def write_parts(ct: CompressedTensor, record: TensorRecord, image: torch.Tensor) -> None:
     """Copy a packed tensor to its offset in an image on the CPU."""
     for name, part in record.parts.items():
-        part.of(image).copy_(ct.packed.parts[name])
+        packed = ct.packed.parts[name]
+        if packed.device.type == "cpu" and packed.nbytes < TEAM_BYTES:
+            # By numpy: torch would start a team of threads, which wait for cores that others use.
+            np.copyto(flat_bytes(part.of(image)).numpy(), flat_bytes(packed).numpy())
+        else:
+            part.of(image).copy_(packed)
