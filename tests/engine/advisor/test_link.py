@@ -160,7 +160,7 @@ def test_measuring_on_the_cpu_copies_little_and_is_plausible(monkeypatch):
         copied.append(source.nbytes)
         real(target, source)
 
-    monkeypatch.setattr(link_module.np, "copyto", copyto)
+    monkeypatch.setattr(np, "copyto", copyto)
     model = measure_link("cpu")
     assert 0 < sum(copied) <= 128e6
     assert 0 < model.zero_copy_bytes_per_s < 1e12
