@@ -58,7 +58,7 @@ def long_table(dtype: torch.dtype, row_bytes: int) -> torch.Tensor:
     """Return rows enough for warps that take several after each other and for tiles of the largest.
 
     Values are near to each other, one of 256 is any; rows repeat, here and there and after each
-    other, and some thousand are of random bits, which stay raw.
+    other, and some thousand are of random bits, which are kept raw.
     """
     generator = torch.Generator().manual_seed(row_bytes)
     columns = row_bytes // dtype.itemsize
