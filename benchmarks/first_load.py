@@ -81,7 +81,7 @@ def main() -> int:
             statistics.median(run[number][kind] for run in runs for number in numbers)
             for kind in (0, 1)
         )
-        rows.append({"load": what, "ms": 1e3 * clock, "processor ms": 1e3 * processors})
+        rows.append({"load": what, "clock ms": 1e3 * clock, "processor ms": 1e3 * processors})
     print_tables({"Loads of a model of 40 MB in a process": rows}, arguments.json, arguments.out)
     return 0
 
