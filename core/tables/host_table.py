@@ -500,7 +500,7 @@ class HostTable:
                 self._check_open()
                 self._ownership.check("compact", self._parts)
                 if fresh.codec is not self.codec:
-                    self._caches.forget(torch.arange(fresh.n_rows))
+                    self._caches.forget(torch.arange(self._parts.n_rows))
                 old, self._rows = self._rows, HostRows(fresh, pin=self._rows.pin)
                 self._gathers.replace(self._rows)
         except BaseException:
