@@ -53,12 +53,14 @@ class Nothing:
         """Return what takes the place of a kernel."""
         names = list(split(parameters, fixed)[0])
         if parameters.kernel not in ("keep_slots", "give_slots"):
-            return lambda blocks, *changing: None
+            return lambda blocks, *changing, stream=None: None
         slots, n, sound = (names.index(name) for name in ("slots", "n", "sound"))
         entries = names.index("entries")
         whole = torch.arange(IDS)
 
-        def launch(blocks: int | tuple[int, int, int], *changing: int) -> None:
+        def launch(
+            blocks: int | tuple[int, int, int], *changing: int, stream: int | None = None
+        ) -> None:
             ctypes.memset(changing[slots], 0, 8 * changing[n])
             if changing[sound]:
                 ctypes.memmove(changing[sound], whole.data_ptr(), 8 * changing[entries])

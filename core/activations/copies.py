@@ -12,12 +12,13 @@ import torch
 from ..engine.codecs.blob import BlobCodec, FlatCodec
 from ..engine.kernels.cuda.stream import current_stream
 from ..engine.memory.locks import current_process
-from ..engine.transfer import Mark, StreamLane, ThreadTask
+from ..engine.transfer import Event, Mark, StreamLane, ThreadTask
 from ..engine.versions import version_of
 from .disk import Ticket
 from .forms import SavedForm
 from .guards import modified, version_witness
 from .host_packing import RawOnHost
+from .host_room import HostMemory
 from .identity import Span, root_of, span_of
 from .moments import Moment
 from .sites import Site, operation_of
@@ -110,7 +111,8 @@ class StoredCopy:
     name : str
         Of the site that saved it first.
     flat : torch.Tensor
-        ``[n]`` over the bytes in the storage, of the dtype that saved it first.
+        ``[n]`` over the bytes in the storage, of the dtype that saved it first; with `form` a
+        tensor of that form that nobody else has, and of which witnesses of the version are made.
     span : Span
         Which bytes of the storage these are.
     root : torch.Tensor
@@ -119,6 +121,9 @@ class StoredCopy:
         The version counter when they were saved.
     made_in : Pass
         The forward pass that it belongs to.
+    form : SavedForm, optional
+        Of one saved tensor that is all of these bytes in order: they come back in its shape, and
+        not as ``[n]``, so that its reads make no view of them.
 
     Attributes
     ----------
@@ -130,8 +135,8 @@ class StoredCopy:
         What encoded it; None for one that is moved raw.
     is_lossy : bool
         Whether other bits than those of the original may come back.
-    host : torch.Tensor or None
-        uint8 on the host: the bytes, or the blob at its beginning.
+    host : torch.Tensor or HostPiece or None
+        On the host: the bytes, or the blob at its beginning.
     stored : Event, Future or None
         When `host` is filled.
     blob : SentBlob or None
@@ -158,7 +163,7 @@ class StoredCopy:
     is_lossy = False
     #: What encodes and decodes it, where it crosses encoded.
     swap: FlatCodec | None = None
-    host: torch.Tensor | None = None
+    host: HostMemory | None = None
     blob: SentBlob | None = None
     on_host: RawOnHost | None = None
     staged: Staged | None = None
@@ -178,6 +183,8 @@ class StoredCopy:
     restored_on: torch.cuda.Stream | None = None
     #: Takes its bytes when it goes while they are on the host alone.
     away: deque[int] | None = None
+    #: Which process has sent it.
+    process: int | None = None
     _round = 0
 
     def __init__(
@@ -188,19 +195,19 @@ class StoredCopy:
         root: torch.Tensor,
         version: int,
         made_in: Pass,
+        form: SavedForm | None = None,
     ) -> None:
-        self.name = name
+        self.name, self.form = name, form
         self.span = span
         self.nbytes = span[1] - span[0]
         self.root = weakref.ref(root)
         self.version = version
         self.made_in = made_in
         self.dtype, self.device = flat.dtype, flat.device
-        self.elements = flat.shape[0]
+        self.elements = flat.shape[0] if form is None else form.elements
         self.original: torch.Tensor | None = flat
         #: Behind the work of GPUs that uses `host`, for the arena.
-        self.events: list[torch.cuda.Event] = []
-        self.process = current_process()
+        self.events: list[Event] = []
         self._views: list[weakref.ref[SavedView]] = []
 
     def encoded_by(self, codec: BlobCodec, swap: FlatCodec | None) -> None:
@@ -224,7 +231,7 @@ class StoredCopy:
         self.shared = weakref.ref(restored.untyped_storage()), int(restored.storage_offset())
 
     def still_shared(self) -> torch.Tensor | None:
-        """Return what was restored last, ``[n]``, while somebody has a view of it."""
+        """Return what was restored last while somebody has a view of it."""
         if self.shared is None:
             return None
         ref, offset = self.shared
@@ -232,7 +239,15 @@ class StoredCopy:
         if storage is None:
             return None
         found = torch.empty(0, dtype=self.dtype, device=self.device)
+        if self.form is not None:
+            return found.set_(storage, offset, self.form.shape, self.form.stride)
         return found.set_(storage, offset, (self.elements,), (1,))
+
+    def drop_original(self) -> None:
+        """Give up the original's memory: with a `form` the tensor lives on as a witness."""
+        original, self.original = self.original, None
+        if original is not None and self.form is not None:
+            original.data = self.form.no_bytes
 
     def save_again(self, t: torch.Tensor) -> None:
         """Save another view, maybe on another stream: the memory waits for that one, too."""
@@ -309,6 +324,8 @@ class SavedView:
         Its version counter.
     name, operation : str
         Of the site that saved it, and of the node that made it.
+    witness : torch.Tensor, optional
+        One that there is.
 
     Attributes
     ----------
@@ -339,11 +356,13 @@ class SavedView:
         version: int,
         name: str,
         operation: str,
+        witness: torch.Tensor | None = None,
     ) -> None:
         self.copy, self.form = copy, form
         self.name, self.operation = name, operation
         self.checksum: object = None
-        self.witness, self.version = version_witness(t), version
+        self.witness = version_witness(t) if witness is None else witness
+        self.version = version
         copy.add_view(self)
 
     def check_version(self) -> None:

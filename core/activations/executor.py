@@ -21,25 +21,27 @@ from __future__ import annotations
 
 import sys
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
 
 from ..engine.codecs.blob import BlobCodec, FlatCodec
-from ..engine.kernels.cpu.blob_copy import copy_blob
 from ..engine.kernels.cuda.runner import do_nothing
 from ..engine.kernels.cuda.stream import current_stream
-from ..engine.memory.locks import call_after_fork
-from ..engine.transfer import Mark, StreamLane, ThreadLane, record_on, wait_on_host
+from ..engine.memory import HostPiece
+from ..engine.memory.locks import call_after_fork, current_process
+from ..engine.transfer import Mark, StreamEvent, StreamLane, ThreadLane, record_on, wait_on_host
 from .copies import StoredCopy
+from .crossing import HostEncoder, bring, send
 from .host_packing import CodecOf, HostPacking, RawOnHost
-from .host_room import HostRoom, Swaps
+from .host_room import HostMemory, HostRoom, Swaps
 from .limits import usual_in_flight_bytes
 from .moments import Moment, now
 from .on_disk import DiskMoves
 from .originals import Originals
-from .staging import StagedBlob, Staging, copy_blob_on_gpu
+from .staging import StagedBlob, Staging
 from .tiers import Tier, Tiers
 from .traffic import Observed, SentBlob, Traffic, encode, is_done, used_bytes
 
@@ -69,6 +71,10 @@ class Executor:
         What crossed.
     is_planned : bool
         Whether the bytes in flight are bounded by a plan.
+    process : int
+        This process.
+    copies_by_address : bool
+        Whether raw copies need no more than the address of their bytes.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class Executor:
         self._chooses_tier = self._tiers.disk is not None or self._tiers.limit is not None
         self._came_back, self._failed, self._observed = came_back, failed, observed
         self._open_lanes()
+        self.copies_by_address = self.on_gpu and self._tiers.disk is None
         self._begin()
         call_after_fork(self)
 
@@ -105,12 +112,12 @@ class Executor:
             self._in = ThreadLane("bitslab-in")
 
     def _begin(self) -> None:
+        self.process = current_process()
         self._lock = threading.RLock()
         self._stages = self.is_planned = False  # copies on a GPU, and the memory of each moment
         self.in_flight_bytes = self._usual_in_flight_bytes
-        self._begun: torch.cuda.Event | None = None  # see `_begin_on`
-        #: On a CPU, where its only thread encodes to.
-        self._scratch: torch.Tensor | None = None
+        self._begin_event: StreamEvent | None = None  # see `_new_begin`
+        self._host_encoder = HostEncoder()
         self._room = HostRoom(self.on_gpu, self._tiers.limit)
         self._packing: HostPacking | None = None
         self._swaps = Swaps(self.device)
@@ -175,6 +182,7 @@ class Executor:
         flat = copy.original
         assert flat is not None
         on_gpu, encoded = self.on_gpu, codec is not None
+        copy.process = self.process
         with self._lock:
             disk = None
             if self._chooses_tier:
@@ -193,11 +201,18 @@ class Executor:
             most = room = copy.nbytes
             swap = None
             if codec is not None:
+                if copy.form is not None:
+                    flat = flat.view(-1)
                 swap = self._swaps.of(codec, flat)
                 most = swap.max_bytes
                 room = self._host_room(copy, codec, most)
-            cut = self._room.cut if disk is None else disk.staging
-            host = cut(room, copy.events)
+            host: HostMemory
+            if disk is not None:
+                host = disk.staging(room, copy.events)
+            elif on_gpu and codec_on_host is None:
+                host = self._room.cut_piece(room, copy.events)
+            else:
+                host = self._room.cut(room, copy.events)
             home = staged = begin = None
             if on_gpu:
                 copy.home = home = current_stream(self.device)
@@ -205,9 +220,10 @@ class Executor:
                 assert isinstance(lane, StreamLane) and isinstance(out, StreamLane)
                 if encoded:
                     self._stages = True
-                    staged = StagedBlob(most, lane, out, home)
-                # Behind what took the memory of `staged`, too.
-                begin = self._begin_on(home)
+                    staged = StagedBlob(most, lane, out, home, self.process)
+                # Behind what took the memory of `staged`, too: one event, recorded anew.
+                begin = self._begin_event or self._new_begin(out)
+                begin.record(home)
                 # First: what fails below may have been launched in part.
                 copy.lanes = (lane if encoded else out,)
             try:
@@ -219,8 +235,7 @@ class Executor:
                 self._keep_host_memory(copy)
                 raise
             if on_gpu:
-                assert isinstance(copy.stored, torch.cuda.Event)
-                copy.events.append(copy.stored)
+                copy.events.append(copy.stored)  # type: ignore[arg-type]
             if disk is not None:
                 if codec is None:
                     disk.write(copy, copy.stored, copy.nbytes)
@@ -236,10 +251,10 @@ class Executor:
             self._release(self.in_flight_bytes, home)
             return True
 
-    def _begin_on(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
-        """Return an event behind what a stream was given: one, recorded anew; wait for it now."""
-        self._begun = record_on(stream, self._begun)
-        return self._begun
+    def _new_begin(self, lane: StreamLane) -> StreamEvent:
+        """Make the event behind what a stream was given; who records it waits for it at once."""
+        self._begin_event = made = lane.event()
+        return made
 
     def _keep_host_memory(self, copy: StoredCopy) -> None:
         if isinstance(self._out, StreamLane):  # maybe launched: to nobody before it is done
@@ -263,15 +278,23 @@ class Executor:
         self,
         copy: StoredCopy,
         flat: torch.Tensor,
-        host: torch.Tensor,
-        begin: torch.cuda.Event | None,
+        host: HostMemory,
+        begin: StreamEvent | None,
         codec_on_host: CodecOf | None,
     ) -> Mark:
         """Send a copy as it is; return when its original has been read."""
-        stored = copy.stored = self._out.run(_copy, flat, host, self.on_gpu, after=begin)
+        out = self._out
+        stored: Mark
+        if type(host) is HostPiece:
+            assert not isinstance(out, ThreadLane)
+            stored = out.copy(host.address, flat.data_ptr(), copy.nbytes, after=begin)
+        else:
+            stored = send(out, flat, host, copy.nbytes, begin)
+        copy.stored = stored
         if codec_on_host is None:
             copy.host = host
         else:
+            assert isinstance(host, torch.Tensor)
             raw = RawOnHost(host, stored, copy.elements, copy.dtype, codec_on_host)
             copy.on_host = raw
             if self._packing is None:
@@ -284,9 +307,9 @@ class Executor:
         self,
         copy: StoredCopy,
         flat: torch.Tensor,
-        host: torch.Tensor,
+        host: HostMemory,
         staged: StagedBlob | None,
-        begin: torch.cuda.Event | None,
+        begin: StreamEvent | None,
         swap: FlatCodec,
         sm_budget: int | None,
     ) -> Mark:
@@ -295,7 +318,7 @@ class Executor:
         codec = swap.codec
         done: Mark
         if staged is None:
-            done = self._out.run(self._encode_on_host, swap, flat, host, timing)
+            done = self._out.run(self._host_encoder.encode, swap, flat, host, timing)
             copy.stored = done
         else:
             work = swap, flat, staged.data, sm_budget, timing
@@ -308,7 +331,7 @@ class Executor:
             self.traffic.encoded(blob, timing)
         return done
 
-    def _sent(self, copy: StoredCopy, host: torch.Tensor, bound: int) -> SentBlob:
+    def _sent(self, copy: StoredCopy, host: HostMemory, bound: int) -> SentBlob:
         """Count an encoded copy that is on its way to `host`."""
         codec, stored, size = copy.codec, copy.stored, copy.dtype.itemsize
         assert codec is not None and stored is not None
@@ -316,18 +339,6 @@ class Executor:
         copy.host, copy.blob = host, blob
         self.traffic.sent(blob)
         return blob
-
-    def _encode_on_host(
-        self, swap: FlatCodec, flat: torch.Tensor, host: torch.Tensor, timing: list[Moment] | None
-    ) -> None:
-        """Encode and copy, in the only thread of the lane that sends."""
-        most = swap.max_bytes
-        data = self._scratch
-        if data is None or data.shape[0] < most:
-            self._scratch = data = None
-            self._scratch = data = torch.empty(most, dtype=torch.uint8)
-        encode(swap, flat, data, None, timing)
-        copy_blob(data, host)
 
     def _release(self, allowed_bytes: int, current: torch.cuda.Stream | None = None) -> None:
         """Give up originals whose copies are done, or that are too many; go on with the disk."""
@@ -415,63 +426,54 @@ class Executor:
                 self.traffic.wait_for(reading)
                 copy.reading, stored = None, reading
                 host = reading.result()
-                used = host.shape[0]
+                used = host.nbytes
             elif copy.codec is not None:
                 assert host is not None and stored is not None and copy.blob is not None
                 learnt = copy.blob.used_bytes
                 known = learnt is not None or is_done(stored)
                 if learnt is None:
-                    learnt = used_bytes(host) if known else host.shape[0]
+                    learnt = used_bytes(host) if known else host.nbytes
                 used = learnt
             assert stored is not None
             # Of the stream that computes, behind whose work it is filled and given back.
-            fetched = torch.empty(used, dtype=torch.uint8, device=self.device)
-            begin = None
+            form = copy.form
+            if form is None or copy.codec is not None:
+                fetched = torch.empty(used, dtype=torch.uint8, device=self.device)
+            else:  # as it is given to autograd
+                fetched = torch.empty(form.shape, dtype=form.dtype, device=self.device)
+            begin: Mark | None = None
             if self.on_gpu:
-                assert isinstance(self._in, StreamLane)
+                assert not isinstance(self._in, ThreadLane)
                 home = copy.restored_on = current_stream(self.device)
-                # A thread waits later, maybe behind the next record.
-                begin = record_on(home) if host is None else self._begin_on(home)
+                if host is None:  # a thread waits later, maybe behind the next record
+                    begin = record_on(home)
+                else:
+                    begin = self._begin_event or self._new_begin(self._in)
+                    begin.record(home)
                 copy.filling = self._in  # first: what fails below may have been launched
             copy.fetched = fetched
             arrived: Mark
-            if host is not None:
-                expected_bytes = 0
-                if copy.codec is not None and not known:
-                    expected_bytes = self.traffic.sizes.expected(copy.name, copy.codec.name)
-                arrived = self._in.run(
-                    self._fill, fetched, host, stored, known, expected_bytes, after=begin
-                )
-                if isinstance(arrived, torch.cuda.Event):
-                    copy.events[:] = (arrived,)  # which is behind those before
-            else:
+            if host is None:
                 assert raw is not None and raw.packed is not None and self._packing is not None
                 arrived = self._packing.unpack(raw.packed, fetched, self._in, begin)
+            elif known and type(host) is HostPiece:
+                to, lane = fetched.data_ptr(), self._in
+                assert not isinstance(lane, ThreadLane)
+                arrived = lane.copy(to, host.address, used, after=begin, then_after=stored)
+                copy.events[:] = (arrived,)  # which is behind those before
+            else:
+                expected_bytes = None
+                if not known:
+                    assert copy.codec is not None
+                    expected_bytes = self.traffic.sizes.expected(copy.name, copy.codec.name)
+                arrived = bring(self._in, fetched, host, stored, expected_bytes, begin)
+                if not isinstance(arrived, Future):
+                    copy.events[:] = (arrived,)
             copy.arrived = arrived
             self.traffic.fetched(copy.name, copy.nbytes, copy.blob)
 
-    def _fill(
-        self,
-        out: torch.Tensor,
-        host: torch.Tensor,
-        stored: Mark,
-        known: bool,
-        expected_bytes: int,
-    ) -> None:
-        """Copy from the host, on the lane that brings copies back."""
-        nbytes = out.shape[0]
-        if isinstance(stored, Future):
-            stored.result()
-        else:
-            self._in.wait(stored)  # type: ignore[union-attr]
-        if known or isinstance(stored, Future):
-            used = host if host.shape[0] == nbytes else host[:nbytes]
-            out.copy_(used, non_blocking=self.on_gpu)
-        else:
-            copy_blob_on_gpu(host, out, expected_bytes)
-
     def bytes_of(self, copy: StoredCopy, more: bool) -> torch.Tensor:
-        """Return the bytes of a copy, ``[n]`` of its dtype, on the device.
+        """Return the bytes of a copy, ``[n]`` of its dtype or of its `form`, on the device.
 
         Parameters
         ----------
@@ -486,8 +488,10 @@ class Executor:
             waits = traffic.unknown or traffic.timed or self._stages or self._disk is not None
             if waits or originals.in_flight_bytes or originals.unsure_bytes:
                 self._release(self.in_flight_bytes, current)
-            if copy.original is not None and not (copy.is_lossy and self._is_read_packed(copy)):
-                return copy.original
+            original = copy.original
+            if original is not None and not (copy.is_lossy and self._is_read_packed(copy)):
+                # One with a form gives up its memory, in whatever thread, when it has crossed.
+                return original if copy.form is None else original.detach()
             restored = copy.restored
             if restored is None and copy.shared is not None:
                 restored = copy.still_shared()
@@ -496,7 +500,8 @@ class Executor:
                 if copy.away is not None:
                     copy.away = None
                     self.traffic.returned(copy.nbytes)
-                copy.share(restored)
+                offset = int(restored.storage_offset())
+                copy.shared = weakref.ref(restored.untyped_storage()), offset
             elif current is not None:
                 copy.use_here(restored, current)
             copy.restored = restored if more else None
@@ -522,14 +527,15 @@ class Executor:
         else:
             encoded = self._fetched(copy, current)
             if swap is None:
-                return encoded.view(copy.dtype)
+                return encoded if encoded.dtype is copy.dtype else encoded.view(copy.dtype)
         assert swap is not None
         if copy.blob is None or not self.traffic.is_due(decodes=True):
-            return swap.decode(encoded)
-        begin = now(self.device)
-        decoded = swap.decode(encoded)
-        self.traffic.decoded(copy.blob, [begin, now(self.device)])
-        return decoded
+            decoded = swap.decode(encoded)
+        else:
+            begin = now(self.device)
+            decoded = swap.decode(encoded)
+            self.traffic.decoded(copy.blob, [begin, now(self.device)])
+        return decoded if copy.form is None else decoded.view(copy.form.shape)
 
     def _fetched(self, copy: StoredCopy, current: torch.cuda.Stream | None) -> torch.Tensor:
         """Return the bytes of a copy as they crossed; what computes waits for them."""
@@ -538,8 +544,8 @@ class Executor:
         fetched, arrived = copy.fetched, copy.arrived
         assert arrived is not None
         copy.fetched = copy.arrived = copy.reading = None
-        if isinstance(arrived, torch.cuda.Event):
-            self._wait(arrived, current)
+        if not isinstance(arrived, Future):
+            arrived.wait(current)  # type: ignore[arg-type]
         else:
             if not arrived.done():
                 self.traffic.wait_for(arrived)
@@ -549,8 +555,8 @@ class Executor:
             elif made is not None:  # an event of what a thread has unpacked
                 self._wait(made)
         assert fetched is not None
-        if current is not None:  # it may have been fetched for another stream
-            copy.use_here(fetched, current)
+        if current is not None and copy.restored_on is not current:
+            copy.use_here(fetched, current)  # it may have been fetched for another stream
             copy.restored_on = current
         copy.filling = None
         return fetched
@@ -588,10 +594,6 @@ class Executor:
             self._release(0)
             self.traffic.poll()
             self._room.close()
-            self._scratch = None
+            self._host_encoder = HostEncoder()
             if not self.on_gpu:
                 self._open_lanes()
-
-
-def _copy(flat: torch.Tensor, host: torch.Tensor, on_gpu: bool) -> None:
-    host.copy_(flat.view(torch.uint8), non_blocking=on_gpu)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from .guards import no_bytes_of
 from .identity import copied_span, flat_span, span_of
 
 
@@ -32,11 +33,16 @@ class SavedForm:
         Bytes that are copied for it, see `copied_span`.
     nbytes : int
         Number of these.
+    elements : int
+        Elements that they are.
+    is_whole : bool
+        Whether the tensor is these bytes, in order.
+    no_bytes : torch.Tensor
+        See `no_bytes_of`.
     """
 
     __slots__ = (
         "_device",
-        "_elements",
         "_first",
         "_is_conj",
         "_is_neg",
@@ -46,7 +52,10 @@ class SavedForm:
         "begin",
         "copied",
         "dtype",
+        "elements",
+        "is_whole",
         "nbytes",
+        "no_bytes",
         "shape",
         "span",
         "stride",
@@ -64,7 +73,15 @@ class SavedForm:
         self.nbytes = self.copied.nbytes
         #: Whether the copied bytes are a view of elements, and not those of real parts.
         self._is_simple = not (self.dtype.is_complex or self._is_neg)
-        self._first, self._elements = self.copied.begin // size, self.nbytes // size
+        self._first, self.elements = self.copied.begin // size, self.nbytes // size
+        self.no_bytes = no_bytes_of(self.dtype, self._device)
+        self.is_whole = (
+            self._is_simple
+            and not self._is_conj
+            and self.span == self.copied
+            and t.is_contiguous()
+            and t.dim() > 0
+        )
 
     def fits(self, t: torch.Tensor, storage: torch.UntypedStorage) -> bool:
         """Return whether a tensor has this form."""
@@ -82,14 +99,14 @@ class SavedForm:
     def copied_bytes(self, t: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
         """Return the bytes that are copied for a tensor of this form; see `flat_span`."""
         if self._is_simple:  # at half the price of what follows
-            return t.detach().as_strided((self._elements,), (1,), self._first)
+            return t.detach().as_strided((self.elements,), (1,), self._first)
         return flat_span(t, storage, self.copied)
 
     def tensor_of(self, flat: torch.Tensor, begin: int) -> torch.Tensor:
-        """Return the tensor, from bytes of its storage from `begin` on, as of `flat_span`."""
+        """Return the tensor, from bytes of its storage from `begin` on, in any shape and dtype."""
         dtype = self.dtype
         if flat.dtype is not dtype:
-            flat = flat.view(torch.uint8).view(dtype)
+            flat = flat.view(-1).view(torch.uint8).view(dtype)
         offset = flat.storage_offset()
         if behind := self.begin - begin:
             offset += behind // dtype.itemsize

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from ..engine.versions import version_of
 from ..errors import ModifiedInPlaceError
 
 #: Functions of autograd between a leaf and what is only another form of it.
@@ -43,6 +44,8 @@ _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 _STRIDED = torch.strided
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 
+#: Classes of nodes that are none of these.
+_no_forms: set[type] = set()
 _empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
 
@@ -53,12 +56,17 @@ def version_witness(t: torch.Tensor) -> torch.Tensor:
     node that saves it, would make a cycle with the node that is never freed.
     """
     witness = t.detach()
-    key = t.dtype, t.device
+    witness.data = no_bytes_of(t.dtype, t.device)
+    return witness
+
+
+def no_bytes_of(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return an empty tensor, which a tensor can have as its ``data`` to keep no memory."""
+    key = dtype, device
     empty = _empties.get(key)
     if empty is None:
-        empty = _empties[key] = torch.empty(0, dtype=t.dtype, device=t.device)
-    witness.data = empty
-    return witness
+        empty = _empties[key] = torch.empty(0, dtype=dtype, device=device)
+    return empty
 
 
 def modified(shape: Iterable[int], dtype: torch.dtype, at: int, saved: int, what: str) -> Exception:
@@ -68,6 +76,13 @@ def modified(shape: Iterable[int], dtype: torch.dtype, at: int, saved: int, what
         f"operation: [{dtype} {list(shape)}]{what} is at version {at}; expected version {saved} "
         "instead. Hint: torch.autograd.set_detect_anomaly(True) finds the operation"
     )
+
+
+def unchanged(t: torch.Tensor, version: int) -> torch.Tensor:
+    """Return a tensor that was kept, or refuse one that was changed since."""
+    if (found := version_of(t)) != version:
+        raise modified(t.shape, t.dtype, found, version, "")
+    return t
 
 
 def is_plain(t: torch.Tensor) -> bool:
@@ -91,6 +106,8 @@ def is_form_of_leaf(t: torch.Tensor) -> bool:
     if base is None:
         base = t
     node = base.grad_fn
+    if type(node) in _no_forms:  # of nearly all
+        return False
     if node is None:  # a leaf
         return base.requires_grad or isinstance(base, nn.Parameter)
     for _ in range(_MOST_FORMS):
@@ -100,6 +117,8 @@ def is_form_of_leaf(t: torch.Tensor) -> bool:
         if name == _LEAF:
             return True
         if not _is_form(name):
+            if type(node).__name__ == name:  # else one class stands for several operations
+                _no_forms.add(type(node))
             return False
         following = node.next_functions
         if len(following) != 1:

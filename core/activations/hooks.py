@@ -14,15 +14,14 @@ from torch import nn
 
 from ..engine.advisor.planning import SIZED_BEHIND
 from ..engine.codecs.blob import BlobCodec
-from ..engine.memory.locks import current_process
 from ..engine.versions import version_of
 from ..errors import BitslabError
 from .copies import KeptView, SavedView, StoredCopy
 from .executor import Executor
 from .forms import SavedForm
-from .guards import is_form_of_leaf, is_plain, modified
+from .guards import is_form_of_leaf, is_plain, unchanged
 from .host_room import HostMemoryError
-from .identity import CopyTable, Span, copied_span, flat_span, root_of, span_of
+from .identity import CopyTable, Span, base_of, copied_span, flat_span, span_of
 from .local_copies import LocalCopy, PackedCopy, packed_copy, replayed_copy
 from .lossy import ErrorSample
 from .moments import now
@@ -202,20 +201,27 @@ class SavedTensorHooks:
         form = self._forms.get(name)
         if form is None or not form.fits(t, storage):
             form = self._forms[name] = SavedForm(t, storage)
-        root = root_of(t)
+        base = base_of(t)
+        root = t if base is None else base
         copy = self._copies.find(storage, root, version, form.span)
         if copy is not None and copy.is_lossy and is_exact(t):
             copy = None  # other views of these bytes may lose bits, and this one may not
         node = t.grad_fn
         operation = "" if node is None else node.name()
+        witness = None
         if copy is None:
             span, nbytes = form.copied, form.nbytes
             if counts is None or counts.site.nbytes != nbytes or counts.site.dtype != t.dtype:
                 counts = self._site(name, module, t, nbytes)
             if counts.choice in (KEEP, CHECKPOINT):  # what a checkpoint is computed from
                 return self._keep(t, version, storage, current, counts)
-            flat = form.copied_bytes(t, storage)
             local = counts.choice == REPLAY or counts.tier == "device"
+            whole = None
+            if form.is_whole and not local and counts.choice != HOST and current.profile is None:
+                executor = self._executors.get(t.device) or self.executor(t.device)
+                if executor.copies_by_address:
+                    whole = form
+            flat = t.detach() if whole else form.copied_bytes(t, storage)
             if local:
                 copy = self._local_copy(counts, flat, span, root, version, current)
             if copy is not None:
@@ -224,10 +230,11 @@ class SavedTensorHooks:
             else:
                 if local and counts.tier == "device" and current.falls_back_to_keeping:
                     return self._keep(t, version, storage, current, counts)
-                copy = StoredCopy(name, flat, span, root, version, current)
+                copy = StoredCopy(name, flat, span, root, version, current, whole)
                 if not self._store(copy, counts, t, current):
                     return t.detach(), version
                 current.copies[name] = weakref.ref(copy)
+                witness = None if whole is None else flat
             self._copies.add(storage, copy)
             if self._select is not None:
                 current.convert_kept(copy, storage)
@@ -235,7 +242,7 @@ class SavedTensorHooks:
             copy.save_again(t)
             if current.watcher is not None:
                 current.watcher.again(copy, name, now(t.device))
-        view = SavedView(copy, form, t, version, name, operation)
+        view = SavedView(copy, form, t, version, name, operation, witness)
         if self._verifier.every:
             self._verifier.saved(view, t, current.number)
         return view
@@ -427,13 +434,13 @@ class SavedTensorHooks:
         """
         if type(packed) is tuple:
             kept, version = packed
-            return kept if version_of(kept) == version else _unchanged(kept, version)
+            return kept if version_of(kept) == version else unchanged(kept, version)
         if type(packed) is not SavedView and isinstance(packed, KeptView):
             if packed.view is None:
                 if isinstance(packed, NamedView):
                     self._read_kept(packed)
                 assert packed.t is not None
-                return _unchanged(packed.t, packed.version)
+                return unchanged(packed.t, packed.version)
             packed = packed.view
         assert type(packed) is SavedView
         if version_of(packed.witness) != packed.version:
@@ -442,12 +449,12 @@ class SavedTensorHooks:
         # In this order: to ask an abstract class takes long.
         if type(copy) is not StoredCopy and isinstance(copy, LocalCopy):
             return self._read_local(packed, copy)
-        if copy.original is None and copy.process != current_process():
+        executor = self._executors.get(copy.device) or self.executor(copy.device)
+        if copy.original is None and copy.process != executor.process:
             raise BitslabError(
                 f"{packed.name!r}: saved by process {copy.process}, whose host memory a forked "
                 "child does not have; run the backward pass there"
             )
-        executor = self._executors.get(copy.device) or self.executor(copy.device)
         record = copy.made_in
         assert isinstance(record, PassRecord)
         profile, watcher = record.profile, record.watcher
@@ -459,7 +466,8 @@ class SavedTensorHooks:
             if not replaying and record.plan is not None:
                 self._fetch_planned(record, copy)
             flat = executor.bytes_of(copy, True if replaying else copy.is_read(packed))
-            t = packed.form.tensor_of(flat, copy.span.begin)
+            form = packed.form
+            t = flat if form is copy.form else form.tensor_of(flat, copy.span.begin)
         except Exception as error:
             error.add_note(f"bitslab: while reading {packed.name!r} for the backward pass")
             raise
@@ -587,10 +595,3 @@ class SavedTensorHooks:
         self._codecs.close()
         for executor in self.executors():
             executor.close()
-
-
-def _unchanged(t: torch.Tensor, version: int) -> torch.Tensor:
-    """Return a tensor that was kept, or refuse one that was changed since."""
-    if (found := version_of(t)) != version:
-        raise modified(t.shape, t.dtype, found, version, "")
-    return t

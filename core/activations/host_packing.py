@@ -15,7 +15,7 @@ import torch
 from ..engine.codecs import count_zeros
 from ..engine.codecs.blob import Blob, BlobCodec
 from ..engine.kernels.cuda.runner import do_nothing
-from ..engine.transfer import Mark, StreamLane, ThreadLane, wait_on_host
+from ..engine.transfer import Event, Mark, StreamLane, ThreadLane, wait_on_host
 from .host_room import HostMemoryError, HostRoom
 from .traffic import failed
 
@@ -150,7 +150,7 @@ class HostPacking:
     def _unpack_to_gpu(
         self, packed: PackedOnHost, out: torch.Tensor, lane: StreamLane, after: Mark | None
     ) -> torch.cuda.Event:
-        events: list[torch.cuda.Event] = []
+        events: list[Event] = []
         try:
             with self._current():
                 raw = self._unpacked_room.cut(out.shape[0], events)

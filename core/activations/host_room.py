@@ -5,12 +5,17 @@ from __future__ import annotations
 import torch
 
 from ..engine.codecs.blob import BlobCodec, FlatCodec
-from ..engine.memory import Reservation, host_arena
+from ..engine.memory import HostPiece, Reservation, host_arena
+from ..engine.transfer import Event
 from ..errors import BitslabError
 from .tiers import HostLimit
 
 #: Host memory is reserved in pieces of this many bytes or more: page-locking costs by the call.
 RESERVED_BYTES = 64 << 20
+
+
+#: Bytes on the host, uint8; both say ``nbytes`` and ``data_ptr()``.
+HostMemory = torch.Tensor | HostPiece
 
 
 class HostMemoryError(BitslabError):
@@ -94,14 +99,14 @@ class HostRoom:
         self._on_gpu, self._limit = on_gpu, limit
         self._reservation: Reservation | None = None
 
-    def cut(self, nbytes: int, events: list[torch.cuda.Event]) -> torch.Tensor:
+    def cut(self, nbytes: int, events: list[Event]) -> torch.Tensor:
         """Return memory, which goes back when its last tensor is gone and the GPU is done with it.
 
         Parameters
         ----------
         nbytes : int
             How much.
-        events : list of torch.cuda.Event
+        events : list of events
             Those in it when the last tensor goes are behind the work that uses the memory.
 
         Raises
@@ -112,19 +117,32 @@ class HostRoom:
         nbytes = max(nbytes, 1)
         reservation = self._reservation
         if reservation is None or reservation.nbytes < nbytes:
-            self._reservation = None
-            try:
-                made = host_arena().reserve(nbytes, max(nbytes, RESERVED_BYTES))
-            except BitslabError:
-                try:
-                    made = host_arena().reserve(nbytes)
-                except BitslabError as error:
-                    raise HostMemoryError(str(error)) from error
-            if self._on_gpu and not made.pinned:
-                raise HostMemoryError("the system refused to page-lock host memory")
-            self._reservation = reservation = made
+            reservation = self._reserve(nbytes)
         returned = None if self._limit is None else self._limit.take(nbytes)
         return reservation.cut(nbytes, events.copy, returned)
+
+    def cut_piece(self, nbytes: int, events: list[Event]) -> HostPiece:
+        """Return memory as `cut` does, for what is copied by address: a tensor takes longer."""
+        nbytes = max(nbytes, 1)
+        reservation = self._reservation
+        if reservation is None or reservation.nbytes < nbytes:
+            reservation = self._reserve(nbytes)
+        returned = None if self._limit is None else self._limit.take(nbytes)
+        return reservation.cut_piece(nbytes, events.copy, returned)
+
+    def _reserve(self, nbytes: int) -> Reservation:
+        self._reservation = None
+        try:
+            made = host_arena().reserve(nbytes, max(nbytes, RESERVED_BYTES))
+        except BitslabError:
+            try:
+                made = host_arena().reserve(nbytes)
+            except BitslabError as error:
+                raise HostMemoryError(str(error)) from error
+        if self._on_gpu and not made.pinned:
+            raise HostMemoryError("the system refused to page-lock host memory")
+        self._reservation = made
+        return made
 
     def close(self) -> None:
         """Give back what is reserved and not cut."""

@@ -6,7 +6,9 @@ never by an address, a time or a shape, which all come again.
 
 from __future__ import annotations
 
+import operator
 import weakref
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -14,6 +16,10 @@ import torch
 #: A view of this share of its storage or more stands for the whole storage, so that parts that are
 #: saved one by one, as q, k and v of one product, are one copy.
 WHOLE_SHARE = 8
+
+
+#: Returns the tensor that a tensor is a view of, or None. No function of Python: see `version_of`.
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
 
 
 class Span(NamedTuple):
@@ -34,7 +40,7 @@ class Span(NamedTuple):
 
 def root_of(t: torch.Tensor) -> torch.Tensor:
     """Return the tensor that a tensor is a view of, or itself; both have one version counter."""
-    base = t._base
+    base = base_of(t)
     return t if base is None else base
 
 

@@ -16,7 +16,7 @@ from collections import deque
 
 import torch
 
-from ..engine.transfer import Mark, ThreadTask
+from ..engine.transfer import Event, Mark, ThreadTask
 from .copies import StoredCopy
 from .disk import DiskTier
 from .disk.tensor_file import ALIGN_BYTES
@@ -57,7 +57,7 @@ class DiskMoves:
         self._encoded: deque[weakref.ref[StoredCopy]] = deque()
         self._failure_reported = False
 
-    def staging(self, nbytes: int, events: list[torch.cuda.Event]) -> torch.Tensor:
+    def staging(self, nbytes: int, events: list[Event]) -> torch.Tensor:
         """Return uint8 ``[n]`` of the host that is written and read with no further copy.
 
         Raises
@@ -89,7 +89,7 @@ class DiskMoves:
     def write(self, copy: StoredCopy, after: Mark | None, used_bytes: int) -> None:
         """Write what a copy has on the host; it remains there where the tier does not take it."""
         host = copy.host
-        assert host is not None
+        assert isinstance(host, torch.Tensor)
         ticket = self.tier.store(host[:used_bytes], after)
         if ticket is not None:
             copy.ticket = ticket
@@ -183,7 +183,7 @@ class DiskMoves:
             copy.reading = self.tier.fetch(copy.ticket, room=room)
         return copy.reading
 
-    def _room_to_read(self, events: list[torch.cuda.Event], nbytes: int) -> torch.Tensor:
+    def _room_to_read(self, events: list[Event], nbytes: int) -> torch.Tensor:
         """Return memory for bytes that are read: those of a tensor itself on the CPU."""
         if self._on_gpu:
             # Without page-locked memory copying is slower.

@@ -80,7 +80,7 @@ class Originals:
         while in_flight:
             ref, done, nbytes = in_flight[0]
             over = self.unsure_bytes + self.in_flight_bytes > allowed_bytes
-            if not over and not is_done(done):
+            if not over and not (done.done() if isinstance(done, Future) else done.query()):
                 return
             if over:  # for one that nobody wants any more, too: its memory is in use until then
                 self._wait(done)
@@ -123,7 +123,7 @@ class Originals:
                 current = current_stream(self._device)
             if home is not current and home != current:  # which alone waits for the copy
                 copy.keep_original_until_copied()
-        copy.original = None
+        copy.drop_original()
         copy.lanes = ()
         copy.away = self._traffic.dropped
         self._traffic.left(copy.nbytes)

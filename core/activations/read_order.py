@@ -60,5 +60,5 @@ class ReadOrder:
                     return
                 begin, ahead_bytes = read_ahead, 0
             ahead_bytes += following.nbytes
-            if following.fetched is None and not following.is_here:  # most are coming already
+            if following.fetched is None:  # most are coming already
                 begin(following)

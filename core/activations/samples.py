@@ -12,7 +12,11 @@ SAMPLE_PIECES = 16
 
 
 def sample_of(flat: torch.Tensor) -> torch.Tensor:
-    """Return ``[m]`` of ``[n]`` elements, from places that lie evenly: `SAMPLE_SHARE` of them."""
+    """Return ``[m]`` elements of a contiguous tensor, from places that lie evenly.
+
+    They are `SAMPLE_SHARE` of them.
+    """
+    flat = flat.view(-1)
     least, most = SAMPLE_BYTES
     nbytes = min(max(int(flat.nbytes * SAMPLE_SHARE), least), most)
     wanted = nbytes // SAMPLE_PIECES // flat.element_size()

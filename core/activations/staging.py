@@ -24,8 +24,9 @@ import torch
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.stream import current_stream
 from ..engine.memory.locks import current_process
-from ..engine.transfer import StreamLane
+from ..engine.transfer import Event, StreamLane, copy_on
 from .copies import StoredCopy
+from .host_room import HostMemory
 from .limits import STAGED_COPIES
 from .traffic import SentBlob, is_done
 
@@ -41,12 +42,14 @@ class StagedBlob:
         What encodes it, and what sends it to the host.
     home : torch.cuda.Stream
         The stream that computes, torch's current one.
+    process : int
+        This process: a forked child has no GPU.
 
     Attributes
     ----------
     data : torch.Tensor
         uint8 ``[nbytes]``, taken on `home`: it may be written behind what that has been given.
-    encoded, sent : torch.cuda.Event or None
+    encoded, sent : event or None
         When it is filled, and on the host.
     """
 
@@ -62,48 +65,45 @@ class StagedBlob:
     )
 
     def __init__(
-        self, nbytes: int, encoding: StreamLane, out: StreamLane, home: torch.cuda.Stream
+        self,
+        nbytes: int,
+        encoding: StreamLane,
+        out: StreamLane,
+        home: torch.cuda.Stream,
+        process: int,
     ) -> None:
-        self._all_lanes = encoding, out
-        #: Those that may be at work on it.
-        self._lanes: tuple[StreamLane, ...] = ()
-        self._process = current_process()
+        self._process = process
         self.home = home
         self.data = torch.empty(nbytes, dtype=torch.uint8, device=encoding.device)
-        self.encoded: torch.cuda.Event | None = None
-        self.sent: torch.cuda.Event | None = None
-        self.hold()
+        self.encoded: Event | None = None
+        self.sent: Event | None = None
+        #: Those that may be at work on it, until `sent` was waited for.
+        self._lanes: tuple[StreamLane, ...]
+        self._all_lanes = self._lanes = encoding, out
 
-    def hold(self) -> None:
-        """Keep the memory for the lanes, when it is dropped, until `sent` was waited for."""
-        self._lanes = self._all_lanes
-
-    def fill(
-        self, work: Callable[..., None], *args: object, after: torch.cuda.Event | None
-    ) -> torch.cuda.Event:
+    def fill(self, work: Callable[..., None], *args: object, after: Event | None) -> Event:
         """Run ``work(*args)``, which fills it, on the lane that encodes; return when it is done.
 
         The lane waits for `after`, an event on `home` that was recorded since the memory was taken.
         """
         encoding, _ = self._all_lanes
-        encoded = self.encoded = encoding.run(work, *args, after=after)
+        encoded = self.encoded = encoding.queue(work, *args, after=after)
         return encoded
 
-    def send(self, host: torch.Tensor, expected_bytes: int) -> torch.cuda.Event:
+    def send(self, host: HostMemory, expected_bytes: int) -> Event:
         """Send it to host memory, as many bytes as are used; return when they are there.
 
         Parameters
         ----------
-        host : torch.Tensor
-            uint8, page-locked; what does not fit is left out.
+        host : torch.Tensor or HostPiece
+            Page-locked; what does not fit is left out.
         expected_bytes : int
             As for `copy_blob_on_gpu`.
         """
-        self.hold()
+        self._lanes = self._all_lanes
         _, out = self._all_lanes
-        sent = self.sent = out.run(
-            copy_blob_on_gpu, self.data, host, expected_bytes, after=self.encoded
-        )
+        work = copy_blob_on_gpu, self.data, host, expected_bytes
+        sent = self.sent = out.queue_on(*work, after=self.encoded)
         return sent
 
     def blob(self) -> torch.Tensor:
@@ -245,21 +245,23 @@ class Staging:
             copy.staged = None
 
 
-def copy_blob_on_gpu(source: torch.Tensor, target: torch.Tensor, expected_bytes: int) -> None:
-    """Copy the used bytes of a blob whose size the host does not know, on torch's current stream.
+def copy_blob_on_gpu(
+    stream: torch.cuda.Stream, source: HostMemory, target: HostMemory, expected_bytes: int
+) -> None:
+    """Copy the used bytes of a blob whose size the host does not know, on a stream of its GPU.
 
     As many as are expected by the copy engine: a kernel that copies as fast over the link slows
     what computes beside it by almost half (VGG16 on an H200). The kernel copies what is missing.
 
     Parameters
     ----------
-    source, target : torch.Tensor
-        uint8; one on a GPU, the other one page-locked.
+    stream : torch.cuda.Stream
+        The stream.
+    source, target : torch.Tensor or HostPiece
+        uint8; one on the GPU, the other one page-locked.
     expected_bytes : int
         What such blobs needed of late; 0 where nothing is known.
     """
-    first_byte = min(expected_bytes, source.shape[0], target.shape[0]) // 16 * 16
-    if first_byte:
-        target[:first_byte].copy_(source[:first_byte], non_blocking=True)
-    device = source.device if source.is_cuda else target.device
-    kernels_on(device).copy_blob(source, target, first_byte)
+    first_byte = min(expected_bytes, source.nbytes, target.nbytes) // 16 * 16
+    copy_on(stream, target.data_ptr(), source.data_ptr(), first_byte)
+    kernels_on(stream.device).copy_blob(source, target, first_byte, stream.cuda_stream)

@@ -6,13 +6,14 @@ import ctypes
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 
 from ..engine.codecs.blob import HEADER_BYTES, FlatCodec
 from ..engine.transfer import Mark, wait_on_host
-from .host_room import LearntSizes
+from .host_room import HostMemory, LearntSizes
 from .moments import Moment, has_passed, now, seconds_between
 
 #: Of so many encodings, and of so many decodings, one is timed: events cost the host a little.
@@ -34,8 +35,8 @@ class SentBlob:
         Where it was encoded.
     bound_bytes : int
         Most bytes that it may have.
-    host : torch.Tensor
-        uint8 on the host, the blob at its beginning; held until its header was read.
+    host : torch.Tensor or HostPiece
+        On the host, the blob at its beginning; held until its header was read.
     stored : Event or Future
         When `host` is filled.
 
@@ -74,13 +75,13 @@ class SentBlob:
         element_bytes: int,
         device: torch.device,
         bound_bytes: int,
-        host: torch.Tensor,
+        host: HostMemory,
         stored: Mark,
     ) -> None:
         self.site, self.codec_name = site, codec_name
         self.nbytes, self.element_bytes, self.device = nbytes, element_bytes, device
         self.bound_bytes = bound_bytes
-        self.host: torch.Tensor | None = host
+        self.host: HostMemory | None = host
         self.stored = stored
         self.used_bytes: int | None = None
         self.is_known = self.cut_off = False
@@ -217,11 +218,11 @@ class Traffic:
         if host is None or failed(blob.stored):
             return
         needed = _header_bytes(host)
-        if blob.bound_bytes >= needed > host.shape[0]:
+        if blob.bound_bytes >= needed > host.nbytes:
             blob.cut_off = True
-            self.crossed_out_bytes += host.shape[0]
+            self.crossed_out_bytes += host.nbytes
         else:
-            needed = blob.used_bytes = min(max(needed, HEADER_BYTES), host.shape[0])
+            needed = blob.used_bytes = min(max(needed, HEADER_BYTES), host.nbytes)
             self.crossed_out_bytes += needed
         self.sizes.add(blob.site, blob.codec_name, needed)
         for _ in range(blob.reads):
@@ -245,24 +246,24 @@ def encode(
     timing.append(now(flat.device))
 
 
-def used_bytes(data: torch.Tensor) -> int:
+def used_bytes(data: HostMemory) -> int:
     """Return the used bytes of a blob on the host, as far as there are as many."""
-    return min(max(_header_bytes(data), HEADER_BYTES), data.shape[0])
+    return min(max(_header_bytes(data), HEADER_BYTES), data.nbytes)
 
 
-def _header_bytes(data: torch.Tensor) -> int:
+def _header_bytes(data: HostMemory) -> int:
     """Return what the header of a blob on the host says of its size; views would take 5 us."""
     return ctypes.c_int64.from_address(data.data_ptr()).value
 
 
 def is_done(mark: Mark) -> bool:
     """Return whether a mark has passed; waits for nothing."""
-    if isinstance(mark, torch.cuda.Event):
-        passed: bool = mark.query()  # type: ignore[no-untyped-call]
-        return passed
-    return mark.done()
+    if isinstance(mark, Future):
+        return mark.done()
+    passed: bool = mark.query()
+    return passed
 
 
 def failed(mark: Mark) -> bool:
     """Return whether the work of a thread, which is done, has failed."""
-    return not isinstance(mark, torch.cuda.Event) and mark.exception() is not None
+    return isinstance(mark, Future) and mark.exception() is not None

@@ -7,6 +7,8 @@ sees every order of streams that is not forbidden, and memory that is given up t
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import random
 import sys
 from collections.abc import Callable
@@ -19,16 +21,22 @@ from bitslab.activations import staging
 from bitslab.activations.host_room import HostRoom
 from bitslab.engine.codecs import Blob, ZvcCodec
 from bitslab.engine.kernels.cpu.blob_copy import copy_blob
+from bitslab.engine.memory import HostPiece
 
 
 class Mark:
     """An event."""
+
+    #: Whether the executor records it on the stream that computes.
+    begins = False
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self.passed = [False]
 
     def record(self, stream: Stream | None = None) -> None:
+        if self.begins:
+            self._streams.recorded.append(self)
         self.passed = passed = [False]
         (stream or self._streams.current).queue.append(lambda: passed.__setitem__(0, True))
 
@@ -119,6 +127,25 @@ class Lane:
             self._streams._stack.pop()
         return self.record()
 
+    queue = run
+
+    def queue_on(self, work: Any, *args: Any, after: Any = None) -> Mark:
+        return self.run(work, self.stream, *args, after=after)
+
+    def copy(
+        self, target: int, source: int, nbytes: int, *, after: Any = None, then_after: Any = None
+    ) -> Mark:
+        for mark in (after, then_after):
+            if mark is not None:
+                mark.wait(self.stream)
+        self.stream.queue.append(lambda: ctypes.memmove(target, source, nbytes))
+        return self.record()
+
+    def event(self) -> Mark:
+        made = Mark(self._streams)
+        made.begins = True
+        return made
+
     def wait(self, mark: Mark) -> None:
         mark.wait(self.stream)
 
@@ -128,10 +155,16 @@ class Lane:
         return made
 
     def keep(self, *tensors: torch.Tensor) -> None:
-        """Do nothing: queued work holds what it uses."""
+        for t in tensors:
+            hold(t, self.stream)
 
     def close(self) -> None:
         self._streams.drain()
+
+
+def hold(t: torch.Tensor, stream: Stream) -> None:
+    """Keep the memory of a tensor until a stream has come so far, as torch's allocator does."""
+    stream.queue.append(functools.partial(lambda held: None, t.detach()))
 
 
 class DelayedZvc(ZvcCodec):
@@ -175,25 +208,19 @@ def delayed(
         lanes = (Lane(streams, executor.device) for _ in range(3))
         executor._encoding, executor._out, executor._in = lanes
 
-    def copy_raw(flat: torch.Tensor, host: torch.Tensor, on_gpu: bool) -> None:
-        streams.later(lambda: host.copy_(flat.view(torch.uint8)))
+    def copy_used(stream: Stream, source: Any, target: Any, expected_bytes: int) -> None:
+        assert stream is streams.current
+        streams.later(lambda: copy_blob(tensor_of(source), tensor_of(target)))
 
-    def copy_used(source: torch.Tensor, target: torch.Tensor, expected_bytes: int) -> None:
-        streams.later(lambda: copy_blob(source, target))
-
-    def fill(
-        executor: Any, out: torch.Tensor, host: torch.Tensor, stored: Mark, known: bool, _: int
-    ) -> None:
-        stored.wait()
-        if known:
-            streams.later(lambda: out.copy_(host[: out.shape[0]]))
-        else:
-            copy_used(host, out, 0)
+    def tensor_of(memory: Any) -> torch.Tensor:
+        return memory.tensor() if isinstance(memory, HostPiece) else memory
 
     def dropped(staged: Any) -> None:
         # Its memory is given back at once: work on it is over, or comes first on its stream.
         if not staged._lanes and staged.sent is not None:
             assert staged.home.awaits(staged.sent), "staged memory was given up too early"
+        for stream in [lane.stream for lane in staged._lanes] or [staged.home]:
+            hold(staged.data, stream)
 
     replaced = {
         "StreamLane": Lane,
@@ -207,11 +234,9 @@ def delayed(
                 if hasattr(module, what):
                     monkeypatch.setattr(module, what, instead)
     executor = sys.modules["bitslab.activations.executor"]
-    monkeypatch.setattr(executor, "_copy", copy_raw)
     monkeypatch.setattr(executor.Executor, "_open_lanes", open_lanes)
-    monkeypatch.setattr(executor.Executor, "_fill", fill)
     monkeypatch.setattr(torch.cuda, "Event", Mark)
-    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: None)
+    monkeypatch.setattr(torch.Tensor, "record_stream", hold)
     monkeypatch.setattr(staging.StagedBlob, "__del__", dropped)
     make = HostRoom.__init__
 

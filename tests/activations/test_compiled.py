@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -139,3 +141,51 @@ class _Layer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(2, 2)
+
+
+def test_hooks_ask_the_compiler_where_something_is_compiled_alone() -> None:
+    """Its own wrapper takes longer than keeping a tensor."""
+    import torch._dynamo.eval_frame as frames
+
+    offload = bitslab.ActivationOffload("raw", min_bytes=1, in_flight_bytes=0)
+    x = torch.randn(64, requires_grad=True)
+    entered: list[str] = []
+
+    def count(frame: FrameType, event: str, argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename == frames.__file__:
+            entered.append(frame.f_code.co_name)
+
+    with offload:
+        sys.setprofile(count)
+        y = x.sin().cos().exp()
+        sys.setprofile(None)
+    y.sum().backward()
+    assert not entered
+    assert x.grad is not None
+    (plain,) = torch.autograd.grad(x.sin().cos().exp().sum(), x)
+    assert torch.equal(x.grad, plain)
+    offload.detach()
+
+
+def test_hooks_are_not_compiled_below_a_compiled_function() -> None:
+    """Nor is what they call: it would be traced for each tensor anew."""
+    from torch._dynamo.utils import counters
+
+    offload = bitslab.ActivationOffload("raw", min_bytes=1, in_flight_bytes=0)
+    x = torch.randn(64, requires_grad=True)
+
+    @torch.compile(backend="aot_eager")
+    def f(t: torch.Tensor) -> torch.Tensor:
+        return t.sin().cos().exp()
+
+    found = []
+    counters.clear()
+    for _ in range(3):
+        with offload:
+            y = f(x)
+        found.append(torch.autograd.grad(y.sum(), x)[0])
+    (plain,) = torch.autograd.grad(x.sin().cos().exp().sum(), x)
+    assert all(torch.equal(each, plain) for each in found)
+    assert counters["stats"]["unique_graphs"] <= 1 and counters["frames"]["total"] <= 1
+    assert offload.stats()["moved_out_bytes"] > 0
+    offload.detach()

@@ -14,7 +14,7 @@ from torch import nn
 
 import bitslab
 from bitslab import ArgumentError, ArgumentTypeError, CorruptedDataError
-from bitslab.activations import executor, host_room
+from bitslab.activations import crossing, executor, host_room
 from bitslab.engine.codecs import ZvcCodec
 from bitslab.engine.kernels.cpu.blob_copy import copy_blob
 from bitslab.engine.memory import host_arena
@@ -122,7 +122,7 @@ def test_a_copy_that_fails_keeps_the_original(monkeypatch: pytest.MonkeyPatch) -
 
     model = small()
     plain = gradients(model)
-    monkeypatch.setattr(executor, "_copy", fail)
+    monkeypatch.setattr(crossing, "copy_on_host", fail)
     offload = attach(model)
     with pytest.warns(UserWarning, match="could not be packed"):
         found = gradients(model)
@@ -179,7 +179,7 @@ def test_a_damaged_blob(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
 
     model = small()
     plain = gradients(model)
-    monkeypatch.setattr(executor, "copy_blob", send)
+    monkeypatch.setattr(crossing, "copy_blob", send)
     offload = attach(model, policy="static", codecs=ZvcCodec(), verify=True)
     with pytest.raises(BitslabError) as caught:
         gradients(model)

@@ -127,16 +127,16 @@ def test_a_change_while_the_copy_is_under_way(monkeypatch: pytest.MonkeyPatch) -
     """The thread that copies is held until the change is made: nobody gets the changed bytes."""
     import threading
 
-    from bitslab.activations import executor
+    from bitslab.activations import crossing
 
     go = threading.Event()
-    real = executor._copy
+    real = crossing.copy_on_host
 
     def held(*args: object) -> None:
         go.wait(10)
         real(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(executor, "_copy", held)
+    monkeypatch.setattr(crossing, "copy_on_host", held)
     offload = offloaded("in-flight")
     x = leaf()
     with offload:

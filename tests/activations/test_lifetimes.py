@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import bitslab
-from bitslab.activations import executor
+from bitslab.activations import crossing
 from bitslab.activations.executor import Executor
 from bitslab.activations.host_room import HostMemoryError, HostRoom
 from bitslab.engine.memory import host_arena
@@ -431,7 +431,7 @@ def test_an_error_in_a_hook_leaves_nothing(
         model, policy="static", codecs="zvc", min_bytes=64, in_flight_bytes=0
     )
     in_thread = where == "encode"  # whose error keeps the tensor
-    owner: Any = executor if in_thread else Executor
+    owner: Any = crossing if in_thread else Executor
     real = getattr(owner, where)
     calls = []
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bitslab.activations import executor as executor_module
+from bitslab.activations import crossing
 from bitslab.activations import hooks as hooks_module
 from bitslab.activations import offload as offload_module
 from bitslab.activations.local_copies import replayed_copy
@@ -87,7 +87,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> type[DrawnPolicy]:
 def delayed(monkeypatch: pytest.MonkeyPatch) -> random.Random:
     """Let every copy to the host and back take a drawn time."""
     draw = random.Random(0)
-    send, fill = executor_module._copy, executor_module.Executor._fill
+    send, fill = crossing.copy_on_host, crossing.fill_on_host
 
     def slow_send(*args: Any) -> None:
         time.sleep(draw.random() * 2e-3)
@@ -97,8 +97,8 @@ def delayed(monkeypatch: pytest.MonkeyPatch) -> random.Random:
         time.sleep(draw.random() * 2e-3)
         fill(*args)
 
-    monkeypatch.setattr(executor_module, "_copy", slow_send)
-    monkeypatch.setattr(executor_module.Executor, "_fill", slow_fill)
+    monkeypatch.setattr(crossing, "copy_on_host", slow_send)
+    monkeypatch.setattr(crossing, "fill_on_host", slow_fill)
     return draw
 
 

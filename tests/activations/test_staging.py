@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from bitslab.activations.copies import Pass, StoredCopy
 from bitslab.activations.executor import Executor
+from bitslab.activations.forms import SavedForm
 from bitslab.activations.host_room import HostMemoryError
 from bitslab.activations.identity import span_of
 from tests.activations.delayed_streams import DelayedZvc, Streams, delayed
@@ -27,10 +29,17 @@ class Step:
         zeros = streams.random.choice([0.1, 0.5, 0.9])
         for i in range(SITES):
             t = torch.randn(streams.random.choice([300, 1024, 4096]))
-            t = t.where(torch.rand_like(t) >= zeros, 0.0)
-            copy = StoredCopy(f"{i}:0", t, span_of(t), t, 0, self.made)
-            executor.store(copy, codec if streams.random.random() < 0.8 else None)
-            self.copies.append((copy, t.clone()))
+            values = t.where(torch.rand_like(t) >= zeros, 0.0)
+            t.fill_(7.0)
+            streams.later(functools.partial(t.copy_, values))  # what computes is not there yet
+            encoded = streams.random.random() < 0.8
+            form = None
+            if streams.random.random() < 0.5:  # comes back in its shape
+                t, values = t.view(-1, 4), values.view(-1, 4)
+                form = SavedForm(t, t.untyped_storage())
+            copy = StoredCopy(f"{i}:0", t.detach(), span_of(t), t, 0, self.made, form)
+            executor.store(copy, codec if encoded else None)
+            self.copies.append((copy, values))
             streams.progress()
 
     def read(self) -> None:

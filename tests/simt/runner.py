@@ -54,7 +54,9 @@ class SimtRunner:
         kinds, kernel = kinds_of(parameters), parameters.kernel
         changing, _ = split(parameters, fixed)
 
-        def launch(blocks: int | tuple[int, int, int], *values: int) -> None:
+        def launch(
+            blocks: int | tuple[int, int, int], *values: int, stream: int | None = None
+        ) -> None:
             given = {**fixed, **dict(zip(changing, values, strict=True))}
             grid = blocks if isinstance(blocks, tuple) else (blocks,)
             self.launched.append((variant, kernel))

@@ -198,11 +198,14 @@ class _FlatChain(FlatCodec):
         self._layouts = codec.layouts(self._shape, dtype)
 
     def encode(self, flat: torch.Tensor, data: torch.Tensor, sm_budget: int | None = None) -> None:
-        self._chain.write(flat.view(torch.uint8), self._layouts, data, sm_budget)
+        # As `_FlatZvc` does.
+        x = flat if flat.is_cuda else flat.view(torch.uint8)
+        self._chain.write(x, self._layouts, data, sm_budget)
 
     def decode(self, data: torch.Tensor) -> torch.Tensor:
         found = torch.empty(self.elements, dtype=self.dtype, device=self._device)
-        self._chain.read(data, self._layouts, found.view(torch.uint8), None)
+        x = found if found.is_cuda else found.view(torch.uint8)
+        self._chain.read(data, self._layouts, x, None)
         return found
 
 

@@ -127,7 +127,9 @@ class _FlatZvc(FlatCodec):
     def encode(self, flat: torch.Tensor, data: torch.Tensor, sm_budget: int | None = None) -> None:
         layout = self._layout
         kernels = kernels_for(self._device)
-        kernels.encode_zvc(flat.view(torch.uint8), layout, layout.form, data, sm_budget)
+        # Kernels of a GPU want its address alone: a view takes as long as a launch.
+        x = flat if flat.is_cuda else flat.view(torch.uint8)
+        kernels.encode_zvc(x, layout, layout.form, data, sm_budget)
 
     def decode(self, data: torch.Tensor) -> torch.Tensor:
         layout = self._layout
@@ -135,7 +137,8 @@ class _FlatZvc(FlatCodec):
             _check_room(data, layout)
         found = torch.empty(self.elements, dtype=self.dtype, device=self._device)
         kernels = kernels_for(self._device)
-        kernels.decode_zvc(data, layout, layout.form, found.view(torch.uint8))
+        out = found if found.is_cuda else found.view(torch.uint8)
+        kernels.decode_zvc(data, layout, layout.form, out)
         return found
 
 

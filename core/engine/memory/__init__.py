@@ -1,12 +1,13 @@
 """Host memory that GPUs read: page-locked, shared or mapped, and the locks on it."""
 
-from .arena import Arena, Reservation, host_arena
+from .arena import Arena, HostPiece, Reservation, host_arena
 from .host import HostBuffer
 from .readonly import ReadOnlyTensor, keep_from_compiler, plain, read_only
 
 __all__ = [
     "Arena",
     "HostBuffer",
+    "HostPiece",
     "ReadOnlyTensor",
     "Reservation",
     "host_arena",

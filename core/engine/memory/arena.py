@@ -59,6 +59,7 @@ class _Slab:
 
     def __post_init__(self) -> None:
         self.array: NDArray[np.uint8] = self.buffer.tensor.numpy()
+        self.address = self.buffer.tensor.data_ptr()
 
     @property
     def nbytes(self) -> int:
@@ -137,8 +138,7 @@ class Reservation:
         """
         if not 0 < nbytes <= self.nbytes:
             raise ArgumentError(f"nbytes: {nbytes}, accepted are 1 to {self.nbytes}")
-        left = self._range
-        slab, begin = left.slab, left.begin
+        slab, begin = self._range.slab, self._range.begin
         array = slab.array[begin : begin + nbytes]
         # Written to later, perhaps outside the inference mode of a first pass.
         if torch.is_inference_mode_enabled():
@@ -146,17 +146,103 @@ class Reservation:
                 tensor = torch.from_numpy(array)  # whose storage holds the array
         else:
             tensor = torch.from_numpy(array)
-        size = -nbytes % ALIGN_BYTES + nbytes
-        middle = begin + size if size < self.nbytes else left.end
         piece = _Piece(array, _give_back)
-        piece.slab, piece.begin, piece.end = slab, begin, middle
-        piece.pending, piece.when_returned = pending, when_returned
-        piece.returned = self._returned
+        piece.slab, piece.begin, piece.pending = slab, begin, pending
+        piece.when_returned, piece.returned = when_returned, self._returned
+        _pieces[id(piece)] = piece
+        piece.end = piece.begin  # nothing, should this be interrupted
+        piece.end = self._take(nbytes)
+        return tensor
+
+    def cut_piece(
+        self,
+        nbytes: int,
+        pending: Pending | None = None,
+        when_returned: Callable[[], object] | None = None,
+    ) -> HostPiece:
+        """Return the first bytes as `cut` does, without a tensor: for what is copied by address.
+
+        They go back to the arena when the piece and all tensors over it are gone.
+        """
+        if not 0 < nbytes <= self.nbytes:
+            raise ArgumentError(f"nbytes: {nbytes}, accepted are 1 to {self.nbytes}")
+        left = self._range
+        piece = HostPiece(left.slab, left.begin, nbytes, pending, when_returned, self._returned)
+        piece.end = self._take(nbytes)
+        return piece
+
+    def _take(self, nbytes: int) -> int:
+        """Take the first bytes; return where in the slab they end, with what aligns the next."""
+        left = self._range
+        size = -nbytes % ALIGN_BYTES + nbytes
+        middle = left.begin + size if size < self.nbytes else left.end
         # First: an interruption between these lines must leave no bytes with two owners.
         left.begin = middle
         self.nbytes -= size if size < self.nbytes else self.nbytes
-        _pieces[id(piece)] = piece
-        return tensor
+        return middle
+
+
+class HostPiece:
+    """Memory of an arena, known by its address; `Reservation.cut_piece` makes one.
+
+    It goes back by itself: the arena gets this object when nobody else has it any more.
+
+    Attributes
+    ----------
+    address : int
+        A multiple of ALIGN_BYTES.
+    nbytes : int
+        Its bytes.
+    """
+
+    __slots__ = (
+        "_returned",
+        "_when_returned",
+        "address",
+        "begin",
+        "end",
+        "nbytes",
+        "pending",
+        "slab",
+    )
+
+    def __init__(
+        self,
+        slab: _Slab,
+        begin: int,
+        nbytes: int,
+        pending: Pending | None,
+        when_returned: Callable[[], object] | None,
+        returned: deque[_Taken],
+    ) -> None:
+        # Of the slab: nothing as yet.
+        self.slab, self.begin, self.end = slab, begin, begin
+        self.address, self.nbytes = slab.address + begin, nbytes
+        self.pending = pending
+        self._when_returned, self._returned = when_returned, returned
+
+    def data_ptr(self) -> int:
+        """Return the address, as a tensor does."""
+        return self.address
+
+    def tensor(self) -> torch.Tensor:
+        """Return a tensor uint8 ``[nbytes]`` over it, which holds this piece."""
+        array = self.slab.array[self.begin : self.begin + self.nbytes].view(_Held)
+        array.piece = self
+        with torch.inference_mode(False):
+            return torch.from_numpy(array)
+
+    def __del__(self) -> None:
+        # The garbage collector may call it while a thread holds any lock.
+        self._returned.append(self)
+        if self._when_returned is not None:
+            self._when_returned()
+
+
+class _Held(np.ndarray[Any, Any]):
+    """An array that holds the piece that it is over."""
+
+    piece: HostPiece
 
 
 class _Piece(weakref.ref[Any]):

@@ -1,13 +1,16 @@
 """Moving bytes between host, device and file."""
 
+from .events import StreamEvent
 from .gather import gather_copied_rows, gather_packed_rows
 from .lanes import (
+    Event,
     Mark,
     StreamLane,
     StreamTask,
     Task,
     ThreadLane,
     ThreadTask,
+    copy_on,
     record_on,
     wait_on_host,
 )
@@ -17,17 +20,20 @@ from .upload import RowUploader
 from .window import Window
 
 __all__ = [
+    "Event",
     "Mark",
     "PrefetchRing",
     "RowUploader",
     "StagingBuffer",
     "StagingRing",
+    "StreamEvent",
     "StreamLane",
     "StreamTask",
     "Task",
     "ThreadLane",
     "ThreadTask",
     "Window",
+    "copy_on",
     "gather_copied_rows",
     "gather_packed_rows",
     "record_on",

@@ -111,8 +111,9 @@ class CupyRunner:
         block: Sizes,
         shared_bytes: int,
         places: int,
+        stream: int | None = None,
     ) -> None:
-        """Start a kernel on torch's current stream of the device.
+        """Start a kernel on a stream of the device.
 
         Parameters
         ----------
@@ -124,16 +125,19 @@ class CupyRunner:
             Dynamic shared memory of a block.
         places : int
             Address of an array with the address of each argument.
+        stream : int, optional
+            Address of the stream; torch's current one when left out.
         """
         if torch._C._cuda_getDevice() != self._index:
             with torch.cuda.device(self._index):
-                self.start(address, grid, block, shared_bytes, places)
+                self.start(address, grid, block, shared_bytes, places, stream)
             return
         if not getattr(_local, "ready", False):
             # Of a new thread the driver knows no context until the runtime has been asked for one.
             self._cupy.cuda.runtime.setDevice(self._index)
             _local.ready = True
-        stream = torch._C._cuda_getCurrentRawStream(self._index)
+        if stream is None:
+            stream = torch._C._cuda_getCurrentRawStream(self._index)
         self._launch(address, *grid, *block, shared_bytes, stream, places, 0)
 
     def raise_pending(self) -> None:

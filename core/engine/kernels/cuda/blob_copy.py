@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import Protocol
 
 from ..format import ceil_div
 from .parameters import Address, Int64, Parameters
@@ -15,6 +14,17 @@ THREADS = 512  # of a block
 THREAD_BYTES = 64  # that a thread has under way
 #: More add nothing on a link; of fewer multiprocessors the rest is free for what computes.
 BLOCKS = 16
+
+
+class Memory(Protocol):
+    """Memory of a device, or page-locked memory of the host: a tensor uint8, or a piece of it."""
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes."""
+
+    def data_ptr(self) -> int:
+        """Return its address."""
 
 
 @dataclass(init=False)
@@ -42,25 +52,30 @@ class BlobCopyKernels:
         self._runner = runner
         self._launch: Launch | None = None
 
-    def copy_blob(self, source: torch.Tensor, target: torch.Tensor, first_byte: int = 0) -> None:
+    def copy_blob(
+        self, source: Memory, target: Memory, first_byte: int = 0, stream: int | None = None
+    ) -> None:
         """Copy the used bytes of an encoded tensor, without waiting for the GPU.
 
         Parameters
         ----------
-        source : torch.Tensor
-            uint8 ``[n]``, an encoded tensor (see `codecs.blob`), on the device or in page-locked
-            host memory, at a multiple of 16 bytes.
-        target : torch.Tensor
-            uint8 ``[m]`` on the device or in page-locked host memory, at a multiple of 16 bytes.
-            What it has no room for is left out.
+        source : torch.Tensor or piece of memory
+            An encoded tensor (see `codecs.blob`), on the device or in page-locked host memory, at a
+            multiple of 16 bytes.
+        target : torch.Tensor or piece of memory
+            On the device or in page-locked host memory, at a multiple of 16 bytes. What it has no
+            room for is left out.
         first_byte : int
             A multiple of 16: what comes before has been copied, by the copy engine, which disturbs
             what computes less than a kernel that writes over the link.
+        stream : int, optional
+            Address of the stream; torch's current one when left out.
         """
         if self._launch is None:
             self._launch = self._runner.bind(BLOB_COPY, CopyBlob, THREADS)
-        nbytes = min(source.shape[0], target.shape[0])
+        nbytes = min(source.nbytes, target.nbytes)
         if nbytes < max(8, first_byte + 1):
             return
         blocks = min(BLOCKS, ceil_div(nbytes - first_byte, THREADS * THREAD_BYTES))
-        self._launch(blocks, source.data_ptr(), target.data_ptr(), nbytes, first_byte)
+        addresses = source.data_ptr(), target.data_ptr()
+        self._launch(blocks, *addresses, nbytes, first_byte, stream=stream)

@@ -51,7 +51,7 @@ class BoundKernel:
 
     def __init__(
         self,
-        start: Callable[[int, Sizes, Sizes, int, int], None],
+        start: Callable[..., None],
         address: int,
         parameters: type[Parameters],
         threads: int | Sizes,
@@ -72,8 +72,8 @@ class BoundKernel:
         # One for each launch that is being put together: by threads, or a finaliser amid another.
         self._frames: list[_Frame] = []
 
-    def __call__(self, blocks: Any, *changing: int) -> None:
-        """Start it on torch's current stream; see `Launch`."""
+    def __call__(self, blocks: Any, *changing: int, stream: int | None = None) -> None:
+        """Start it; see `Launch`."""
         try:
             frame = self._frames.pop()
         except IndexError:
@@ -81,5 +81,6 @@ class BoundKernel:
         self._put(frame.values, 0, *changing)
         # Cheaper than isinstance, and no other kind of integer is taken for a tuple.
         grid = blocks if type(blocks) is tuple else (blocks, 1, 1)
-        self._start(self._address, grid, self._block, self._shared_bytes, frame.address)
+        more = () if stream is None else (stream,)
+        self._start(self._address, grid, self._block, self._shared_bytes, frame.address, *more)
         self._frames.append(frame)

@@ -8,6 +8,7 @@ import torch
 
 from ..blob_format import VALUE_BYTES_AT, PackedLayout
 from ..format import BLOCK_ROWS, CODE_BITS, RowLayout, ceil_div
+from .driver import zero_words
 from .parameters import Address, Int32, Int64, Parameters
 from .runner import Launch, Runner
 from .source import PACK_BLOCKS, Variant
@@ -78,12 +79,14 @@ class PackKernels:
         """Pack the rows of a tensor; see `kernels.packed_blob`."""
         found = self._launches.get((id(layout), id(parts), header))
         launch = self._bind(layout, parts, header) if found is None else found[2]
-        x = aligned_to(x, layout.format.chunk_bytes)
-        states = torch.zeros(parts.blocks + 1, dtype=torch.int64, device=x.device)
+        if (x_at := x.data_ptr()) % layout.format.chunk_bytes:
+            x = aligned_to(x, layout.format.chunk_bytes)
+            x_at = x.data_ptr()
+        states = zero_words(parts.blocks + 1, x.device)
         address = data.data_ptr()
         launch(
             self._blocks(parts, sm_budget),
-            x.data_ptr(),
+            x_at,
             address + VALUE_BYTES_AT if counted else 0,
             address,
             states.data_ptr(),

@@ -18,8 +18,10 @@ NO_ERROR, INDEX_ERROR, DAMAGED_ERROR, OFFSETS_ERROR, SLOTS_ERROR, BLOB_ERROR = r
 class Launch(Protocol):
     """A kernel that is bound: see `Runner.bind`."""
 
-    def __call__(self, blocks: int | tuple[int, int, int], *changing: int) -> None:
-        """Start it on torch's current stream.
+    def __call__(
+        self, blocks: int | tuple[int, int, int], *changing: int, stream: int | None = None
+    ) -> None:
+        """Start it on a stream.
 
         Parameters
         ----------
@@ -28,7 +30,9 @@ class Launch(Protocol):
         *changing : int
             The parameters that are not fixed, in the order of the kernel: numbers, and addresses,
             0 for none. What they point to is to live until this returns, and from then on as any
-            tensor that torch's current stream uses.
+            tensor that the stream uses.
+        stream : int, optional
+            Address of the stream; torch's current one when left out.
         """
 
 

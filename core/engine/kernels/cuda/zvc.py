@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..blob_format import ALIGN_BYTES, ZvcLayout, zvc_blocks, zvc_threads
+from .driver import zero_words
 from .parameters import Address, Int32, Int64, Parameters, Value
 from .runner import Launch, Runner
 from .source import zvc_variant
@@ -88,15 +89,17 @@ class ZvcKernels:
         values: torch.Tensor | None = None,
         fill_bytes: int = ALIGN_BYTES,
     ) -> None:
-        """Encode a tensor; see `kernels.cpu.encode_zvc`."""
+        """Encode a tensor; see `kernels.cpu.encode_zvc`. `x` may have any dtype."""
         found = self._encoders.get((id(layout), form, fill_bytes))
         launch = self._bind_encoder(layout, form, fill_bytes) if found is None else found[1]
-        x = aligned_to(x, layout.unit_bytes)
-        states = torch.zeros(layout.blocks + 1, dtype=torch.int64, device=x.device)
+        if (x_at := x.data_ptr()) % layout.unit_bytes:
+            x = aligned_to(x, layout.unit_bytes)
+            x_at = x.data_ptr()
+        states = zero_words(layout.blocks + 1, x.device)
         address = data.data_ptr()
         launch(
             self._blocks(layout, sm_budget, decodes=False),
-            x.data_ptr(),
+            x_at,
             address,
             address + layout.values_at if values is None else values.data_ptr(),
             states.data_ptr(),
@@ -111,7 +114,10 @@ class ZvcKernels:
         sm_budget: int | None = None,
         values: torch.Tensor | None = None,
     ) -> None:
-        """Decode a tensor; see `kernels.cpu.decode_zvc`. Damage is in the mailbox."""
+        """Decode a tensor; see `kernels.cpu.decode_zvc`. Damage is in the mailbox.
+
+        `out` may have any dtype.
+        """
         found = self._decoders.get((id(layout), form))
         launch = self._bind_decoder(layout, form) if found is None else found[1]
         address, nbytes = data.data_ptr(), data.shape[0]
