@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,6 +18,7 @@ import torch
 from ..engine.kernels.cpu import segment_sums
 from ..engine.kernels.cpu.typed_products import take
 from .graph import Hop, RelationalGraph
+from .kernel_steps import KernelSteps, Run
 from .products import Products
 from .steps import Step
 
@@ -25,29 +26,17 @@ if TYPE_CHECKING:
     from ..engine.kernels.cuda import CudaKernels
 
 
-class Work(NamedTuple):
-    """A step of a schedule.
-
-    Attributes
-    ----------
-    step : Step
-        What to do.
-    reads : tuple of int
-        The ids of the steps whose values it reads.
-    gathered : tuple of str or None
-        From which space to which a GEMM reads rows by index.
-    frees : tuple of int
-        The ids of values that no later step reads.
-    """
-
-    step: Step
-    reads: tuple[int, ...]
-    gathered: tuple[str, str] | None
-    frees: tuple[int, ...]
+#: torch's operators by step.
+_ELEMENTWISE: dict[str, Run] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+}
 
 
 class Schedule:
-    """The steps that give some results, in order, and when each value is no longer needed.
+    """The steps that give some results, in order.
 
     Parameters
     ----------
@@ -57,11 +46,6 @@ class Schedule:
         Values that are there already.
     fuse : bool
         Whether a GEMM reads its rows by index, instead of a gathered copy.
-
-    Attributes
-    ----------
-    work : list of Work
-        The steps in order, as `Machine.run` takes them.
     """
 
     def __init__(
@@ -70,27 +54,11 @@ class Schedule:
         self.results, self.fuse = list(results), fuse
         self.order: list[Step] = []
         done = {id(step) for step in given}
+        self.given = list(given)
         self._given = frozenset(done)
         for result in results:
             if result is not None:
                 self._visit(result, done)
-        last: dict[int, int] = {}
-        for place, step in enumerate(self.order):
-            for argument in self.reads(step):
-                last[id(argument)] = place
-        wanted = {id(r) for r in results}
-        frees: list[list[int]] = [[] for _ in self.order]
-        for key, place in last.items():
-            if key not in wanted:
-                frees[place].append(key)
-        self.work = [self._work(step, tuple(f)) for step, f in zip(self.order, frees, strict=True)]
-
-    def _work(self, step: Step, frees: tuple[int, ...]) -> Work:
-        index = None
-        if self.gathers(step):
-            by = step.args[0]
-            index = (by.attrs[0], by.space)
-        return Work(step, tuple(map(id, self.reads(step))), index, frees)
 
     def _visit(self, step: Step, done: set[int]) -> None:
         if id(step) in done:
@@ -125,7 +93,8 @@ def gpu_kernels(device: torch.device) -> CudaKernels | None:
         kernels = kernels_on(device, raise_errors=False)
         x = torch.zeros(1, 1, 4, device=device)
         none = torch.zeros(0, dtype=torch.int64, device=device)
-        kernels.segments.sum_segments(none.new_zeros(2), none, none, x[0, :0], x)
+        entries = (none.new_zeros(2), none, none)
+        kernels.segments.prepare_sum(*entries, 1, 4, torch.float32)(x)
     except Exception as error:
         warnings.warn(
             f"relational programs on {device} run torch's operators, since their kernels cannot be "
@@ -136,8 +105,75 @@ def gpu_kernels(device: torch.device) -> CudaKernels | None:
     return kernels
 
 
+class Call(NamedTuple):
+    """A step that is bound: what runs it, the places of its arguments and of its result.
+
+    `frees` are the places of values that no later call reads.
+    """
+
+    run: Run
+    reads: tuple[int, ...]
+    to: int
+    frees: tuple[int, ...]
+
+
+class Calls:
+    """A schedule whose steps are bound to a graph: a list of calls that is replayed.
+
+    Threads may share it.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        The steps.
+    machine : Machine
+        Runs them.
+    """
+
+    def __init__(self, schedule: Schedule, machine: Machine) -> None:
+        places = {id(step): place for place, step in enumerate(schedule.given)}
+        bound = {
+            id(step): machine.call(step, machine.index_of(schedule, step))
+            for step in schedule.order
+        }
+        wanted = {id(result) for result in schedule.results}
+        shaped = {
+            id(read)
+            for step in schedule.order
+            if not bound[id(step)][1]
+            for read in schedule.reads(step)
+        }
+        self._places = len(places)
+        made: list[tuple[Run, tuple[int, ...], int]] = []
+        last: dict[int, int] = {}
+        for step in schedule.order:
+            reads = tuple(places[id(read)] for read in schedule.reads(step))
+            if step.op == "reshape" and id(step) not in wanted | shaped:
+                places[id(step)] = reads[0]  # kernels read memory alone
+                continue
+            last |= dict.fromkeys(reads, len(made))
+            places[id(step)] = self._places
+            made.append((bound[id(step)][0], reads, self._places))
+            self._places += 1
+        self._results = [None if r is None else places[id(r)] for r in schedule.results]
+        frees: list[list[int]] = [[] for _ in made]
+        for place, at in last.items():
+            if place not in self._results:
+                frees[at].append(place)
+        self._calls = [Call(*each, tuple(f)) for each, f in zip(made, frees, strict=True)]
+
+    def run(self, given: Sequence[Any]) -> list[torch.Tensor | None]:
+        """Return the results, None where there is none, from what the schedule is given."""
+        values = [*given, *[None] * (self._places - len(given))]
+        for run, reads, to, frees in self._calls:
+            values[to] = run(*[values[place] for place in reads])
+            for place in frees:
+                values[place] = None
+        return [None if place is None else values[place] for place in self._results]
+
+
 class Machine(Products):
-    """Runs schedules on one graph.
+    """Runs steps on one graph.
 
     Parameters
     ----------
@@ -147,30 +183,44 @@ class Machine(Products):
         Of the inputs.
     compiled : bool
         Whether products and traversals may be compiled loops and kernels; else torch runs all.
+    tf32 : bool
+        Whether torch multiplies float32 by tensor cores.
     """
 
-    def __init__(self, graph: RelationalGraph, dtype: torch.dtype, compiled: bool = True) -> None:
+    def __init__(
+        self, graph: RelationalGraph, dtype: torch.dtype, compiled: bool = True, tf32: bool = False
+    ) -> None:
         kernels = gpu_kernels(graph.device) if compiled else None
-        # What loops over entries: the kernels or the twins, which have the same functions.
-        loops: Any = None if kernels is None else kernels.segments
-        if compiled and graph.device.type == "cpu" and loops is None:
-            loops = segment_sums
-        super().__init__(graph, kernels, loops)
+        on_cpu = compiled and kernels is None and graph.device.type == "cpu"
+        super().__init__(graph, kernels, segment_sums if on_cpu else None)
         self.dtype = dtype
+        self.bound = None if kernels is None else KernelSteps(graph, kernels, dtype, tf32)
 
-    def run(self, schedule: Schedule, values: dict[int, Any]) -> list[torch.Tensor | None]:
-        """Return the results; `values` has what is given, by the id of its step, and is used up."""
-        for step, reads, gathered, frees in schedule.work:
-            arguments = [values[key] for key in reads]
-            run: Callable[..., Any] = getattr(self, step.op)
-            if gathered is None:
-                values[id(step)] = run(step, *arguments)
-            else:
-                index = self.graph.gather_index(*gathered)
-                values[id(step)] = run(step, *arguments, index=index)
-            for key in frees:
-                del values[key]
-        return [None if r is None else values[id(r)] for r in schedule.results]
+    def call(self, step: Step, index: torch.Tensor | None) -> tuple[Run, bool]:
+        """Return what runs a step on its arguments, and whether it is a kernel.
+
+        With `index` its first argument is read by it.
+        """
+        kernel = None if self.bound is None else self.bound.bound(step, index)
+        if kernel is not None:
+            return kernel, True
+        if step.op == "inverse_counts":
+            found = self.graph.inverse_counts(self.dtype, step.space)
+            return lambda: found, False
+        if step.op in _ELEMENTWISE:
+            same = all(a.space == "shared" or len(a.shape) == len(step.shape) for a in step.args)
+            return (_ELEMENTWISE[step.op] if same else functools.partial(_broadcast, step)), False
+        run = getattr(self, step.op)
+        if index is None:
+            return functools.partial(run, step), False
+        return functools.partial(run, step, index=index), False
+
+    def index_of(self, schedule: Schedule, step: Step) -> torch.Tensor | None:
+        """Return the rows that a step reads of its first argument, None where it reads them all."""
+        if not schedule.gathers(step):
+            return None
+        by = step.args[0]
+        return self.graph.gather_index(by.attrs[0], by.space)
 
     # Traversal template: loops over the entries of each row
 
@@ -217,31 +267,59 @@ class Machine(Products):
             out[hop.edge[weighed]] = product
         return out.to(to.dtype).reshape(len(out), *step.shape)
 
-    def softmax(self, step: Step, x: torch.Tensor) -> torch.Tensor:
-        """Return the softmax over the edges of each destination."""
-        logits, starts = _wide(x).reshape(len(x), step.width).contiguous(), self.graph.starts
-        if self.loops and _looped(logits):
-            out: torch.Tensor = self.loops.softmax_segments(starts, logits)
+    def softmax(self, step: Step, *terms: torch.Tensor) -> torch.Tensor:
+        """Return the softmax over the edges of each destination, of one term or two of each."""
+        starts, (multiplied, slope) = self.graph.starts, step.attrs
+        spaces = [term.space for term in step.args]
+        flat = [_wide(t).reshape(len(t), step.width) for t in terms]
+        if self.loops and _looped(flat[0]):
+            out: torch.Tensor = self.loops.softmax_segments(
+                starts, *self._terms(spaces, flat), multiplied, slope
+            )
         else:
+            logits = self._sum_of_terms(spaces, flat, multiplied)
+            logits = torch.nn.functional.leaky_relu(logits, slope)
             dst = self.graph.rows("dst").of_edge
             largest = torch.segment_reduce(logits, "max", offsets=starts, axis=0)
             out = (logits - largest[dst]).exp()
             out = out / torch.segment_reduce(out, "sum", offsets=starts, axis=0, initial=0)[dst]
-        return out.to(x.dtype).reshape(x.shape)
+        return out.to(terms[0].dtype).reshape(len(out), *step.shape)
 
-    def softmax_grad(self, step: Step, y: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the softmax."""
-        flat = [_wide(t).reshape(len(t), step.width).contiguous() for t in (y, g)]
+    def softmax_grad(
+        self, step: Step, p: torch.Tensor, g: torch.Tensor, *terms: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the gradient of the sum or product of a softmax's terms, from its result p."""
+        starts, (multiplied, slope) = self.graph.starts, step.attrs
+        spaces = [term.space for term in step.args[2:]]
+        flat = [_wide(t).reshape(len(t), step.width) for t in (p, g, *terms)]
         if self.loops and _looped(flat[0]):
-            out: torch.Tensor = self.loops.softmax_segments_gradient(self.graph.starts, *flat)
-        else:
-            dst = self.graph.rows("dst").of_edge
-            product = flat[0] * flat[1]
-            total = torch.segment_reduce(
-                product, "sum", offsets=self.graph.starts, axis=0, initial=0
+            both = [t.contiguous() for t in flat[:2]]
+            out: torch.Tensor = self.loops.softmax_segments_gradient(
+                starts, *both, *self._terms(spaces, flat[2:]), multiplied, slope
             )
-            out = product - flat[0] * total[dst]
-        return out.to(y.dtype).reshape(y.shape)
+        else:
+            product = flat[0] * flat[1]
+            total = torch.segment_reduce(product, "sum", offsets=starts, axis=0, initial=0)
+            out = product - flat[0] * total[self.graph.rows("dst").of_edge]
+            if terms:
+                positive = self._sum_of_terms(spaces, flat[2:], multiplied) > 0
+                out = torch.where(positive, out, out * slope)
+        return out.to(p.dtype).reshape(len(out), *step.shape)
+
+    def _terms(self, spaces: list[str], terms: list[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Return x, its rows of edges, y and its rows: None for what there is not."""
+        pairs = zip(terms, map(self.graph.rows_of_edges, spaces), strict=True)
+        listed = [part for term, rows in pairs for part in (term.contiguous(), rows)]
+        return [*listed, None, None, None, None][:4]
+
+    def _sum_of_terms(
+        self, spaces: list[str], terms: list[torch.Tensor], multiplied: bool
+    ) -> torch.Tensor:
+        """Return the sum or the product of the terms of edges."""
+        rows = map(self.graph.rows_of_edges, spaces)
+        read = [t if at is None else t[at] for t, at in zip(terms, rows, strict=True)]
+        combine = torch.mul if multiplied else torch.add
+        return functools.reduce(combine, read)
 
     # torch's operators
 
@@ -256,10 +334,6 @@ class Machine(Products):
     def from_order(self, step: Step, x: torch.Tensor) -> torch.Tensor:
         """Bring edge values to the caller's order."""
         return torch.empty_like(x).index_copy_(0, self.graph.order, x)
-
-    def inverse_counts(self, step: Step) -> torch.Tensor:
-        """Return 1 / (edges of the pair) of each destination and relation."""
-        return self.graph.inverse_counts(self.dtype)
 
     def reshape(self, step: Step, x: torch.Tensor) -> torch.Tensor:
         """Change the shape of rows."""
@@ -284,21 +358,14 @@ class Machine(Products):
         """Sum over rows."""
         return x.sum(0).sum_to_size(step.shape)
 
-    def add(self, step: Step, *args: torch.Tensor) -> torch.Tensor:
-        """Add."""
-        return torch.add(*_broadcast(step, args))
-
-    def sub(self, step: Step, *args: torch.Tensor) -> torch.Tensor:
-        """Subtract."""
-        return torch.sub(*_broadcast(step, args))
-
-    def mul(self, step: Step, *args: torch.Tensor) -> torch.Tensor:
-        """Multiply."""
-        return torch.mul(*_broadcast(step, args))
-
-    def div(self, step: Step, *args: torch.Tensor) -> torch.Tensor:
-        """Divide."""
-        return torch.div(*_broadcast(step, args))
+    def linear_add(
+        self, step: Step, rest: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Add rows times a weight that all share."""
+        if rest.ndim == 2:
+            return torch.addmm(rest, x, weight)
+        flat = (rest.flatten(0, -2), x.flatten(0, -2))
+        return torch.addmm(*flat, weight).view(rest.shape)
 
     def add_number(self, step: Step, x: torch.Tensor) -> torch.Tensor:
         """Add a number."""
@@ -343,9 +410,12 @@ def _aligned(x: torch.Tensor, rank: int) -> torch.Tensor:
     return x if x.ndim == rank + 1 else x.reshape(len(x), *(1,) * (rank + 1 - x.ndim), *x.shape[1:])
 
 
-def _broadcast(step: Step, args: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _broadcast(step: Step, *args: torch.Tensor) -> torch.Tensor:
+    """Run an operator on rows of other ranks."""
     rank = len(step.shape)
-    return [
+    rows = [
         value if of.space == "shared" else _aligned(value, rank)
         for value, of in zip(args, step.args, strict=True)
     ]
+    found: torch.Tensor = _ELEMENTWISE[step.op](*rows)
+    return found

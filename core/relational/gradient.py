@@ -68,10 +68,15 @@ def _from_order(s: Steps, step: Step, g: Step) -> Gradients:
     return (s.make("to_order", (g,), "edge", g.shape),)
 
 
+def _from_edges(s: Steps, g: Step, space: str) -> Step:
+    """Return the gradient of rows of a space, of that of the edges that read them."""
+    return g if space == "edge" else s.hop_sum(f"{space}<edge", False, g)
+
+
 def _gather(s: Steps, step: Step, g: Step) -> Gradients:
     (source,) = step.attrs
     if step.space == "edge":
-        return (s.hop_sum(f"{source}<edge", False, g),)
+        return (_from_edges(s, g, source),)
     return (s.hop_sum(f"gather:{step.space}<{source}", True, g),)
 
 
@@ -80,10 +85,14 @@ def _sum_shape(s: Steps, step: Step, g: Step) -> Gradients:
     return (s.make("expand", (g,), x.space, x.shape),)
 
 
-def _linear(s: Steps, step: Step, g: Step) -> Gradients:
-    x, weight = step.args
+def _product(s: Steps, x: Step, weight: Step, g: Step) -> Gradients:
     gw = s.make("linear_grad", (x, g), "shared", weight.shape)
     return s.linear(g, s.transposed(weight)), gw
+
+
+def _linear(s: Steps, step: Step, g: Step) -> Gradients:
+    x, weight = step.args
+    return _product(s, x, weight, g)
 
 
 def _typed_linear(s: Steps, step: Step, g: Step) -> Gradients:
@@ -109,7 +118,19 @@ def _hop_dot(s: Steps, step: Step, g: Step) -> Gradients:
 
 
 def _softmax(s: Steps, step: Step, g: Step) -> Gradients:
-    return (s.make("softmax_grad", (step, g), "edge", step.shape),)
+    terms, (multiplied, slope) = step.args, step.attrs
+    read = () if slope == 1 else terms  # the sign of logits
+    found = s.make("softmax_grad", (step, g, *read), "edge", step.shape, *step.attrs)
+    parts = [found] * len(terms)
+    if multiplied:
+        others = [s.gather(other, "edge") for other in reversed(terms)]
+        parts = [s.elementwise("mul", (found, other)) for other in others]
+    return [_from_edges(s, part, term.space) for part, term in zip(parts, terms, strict=True)]
+
+
+def _linear_add(s: Steps, step: Step, g: Step) -> Gradients:
+    _, x, weight = step.args
+    return [g, *_product(s, x, weight, g)]
 
 
 RULES: dict[str, Callable[[Steps, Step, Step], Gradients]] = {
@@ -124,6 +145,7 @@ RULES: dict[str, Callable[[Steps, Step, Step], Gradients]] = {
     "hop_sum": _hop_sum,
     "leaky_relu": _zero_slope,
     "linear": _linear,
+    "linear_add": _linear_add,
     "mul": _mul,
     "mul_number": _scaled,
     "reshape": _reshape,
@@ -171,7 +193,7 @@ def differentiated(
     def add(to: Step, g: Step) -> None:
         g = steps.sum_to(g, to)
         before = found.get(id(to))
-        found[id(to)] = g if before is None else steps.elementwise("add", (before, g))
+        found[id(to)] = g if before is None else steps.plus(before, g)
 
     for i, output in enumerate(outputs):
         seeds.append(steps.make("input", (), output.space, output.shape, f"grad {i}"))

@@ -11,6 +11,7 @@ while a program runs. A *space* is a set of rows that values can stand on:
 | `pair_src`, `pair_dst` | the distinct (source, relation) or (destination, relation) pairs |
 | `typed_edge` | the edges by relation |
 | `mixed:0110` | by relation: pairs of destinations where the digit is 1, else pairs of sources |
+| `padded:0110` | the same, with rows in one number for each relation where that makes a batch |
 
 Pairs and typed edges are sorted by relation, so that a relation's rows are a slice.
 """
@@ -46,9 +47,10 @@ class PlanMemoryError(BitslabError, MemoryError):
 
 @contextlib.contextmanager
 def planning() -> Iterator[None]:
-    """Raise PlanMemoryError where memory runs out inside."""
+    """Raise PlanMemoryError where memory runs out inside; make tensors that autograd may save."""
     try:
-        yield
+        with torch.inference_mode(False):
+            yield
     except PlanMemoryError:
         raise
     except (MemoryError, RuntimeError) as error:
@@ -115,6 +117,8 @@ class Hop:
         int64 ``[entries]``: the edge whose weight the entry has; -1: it weighs 1.
     to_rows, source_rows, n_edges : int
         Rows of both spaces, and edges of the graph.
+    has_all_edges : bool
+        Whether each edge is an entry.
     """
 
     def __init__(
@@ -125,10 +129,12 @@ class Hop:
         to_rows: int,
         source_rows: int,
         n_edges: int,
+        has_all_edges: bool = False,
     ) -> None:
         self.to, self.source, self.edge = to, source, edge
         self.to_rows, self.source_rows, self.n_edges = to_rows, source_rows, n_edges
         self._by_row: dict[bool, tuple[torch.Tensor, ...]] = {}
+        self.has_all_edges = has_all_edges
 
     def by_row(self, transposed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return starts, columns and edges of the entries row by row, of the transposed or not."""
@@ -285,6 +291,9 @@ class RelationalGraph:
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
         """Return what `make` returned for this key when it was asked for first."""
+        kept: T | None = self._made.get(key)
+        if kept is not None:
+            return kept
         with self._lock:
             if key not in self._made:
                 with planning():
@@ -312,7 +321,7 @@ class RelationalGraph:
             return self._pairs(
                 *((self._src, self.num_src) if space == "pair_src" else (self._dst, self.num_dst))
             )
-        return self._mixed([digit == "1" for digit in space.removeprefix("mixed:")])
+        return self._mixed(_sides(space), space.startswith("padded:"))
 
     def _by_relation(self, before: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         return sort(self._type, self.num_relations, before)
@@ -330,11 +339,10 @@ class RelationalGraph:
         none = order.new_empty(0)  # a graph on a GPU without edges: others have been surveyed
         return Rows(0, none, none, none, [0] * (self.num_relations + 1))
 
-    def _mixed(self, by_dst: Sequence[bool]) -> Rows:
+    def _mixed(self, by_dst: Sequence[bool], padded: bool) -> Rows:
         """Return pairs of sources and destinations: by relation, one or the other.
 
-        On a CPU relations that are multiplied as one batch have rows in one number each: their last
-        rows may be of no pair. Sums there are 0.
+        The last rows of padded relations may be of no pair. Sums there are 0.
         """
         both = self.rows("pair_src"), self.rows("pair_dst")
         node, relation, bounds, shifts = [], [], [0], []
@@ -343,7 +351,7 @@ class RelationalGraph:
             for r, rows in enumerate(both[side] for side in by_dst)
             if rows.bounds is not None
         ]
-        length = length_of_batch(counts) if self.device.type == "cpu" else None
+        length = length_of_batch(counts) if padded else None
         for r, side in enumerate(by_dst):
             rows = both[side]
             assert rows.bounds is not None and rows.node is not None and rows.relation is not None
@@ -375,6 +383,10 @@ class RelationalGraph:
         assert found is not None
         return found
 
+    def rows_of_edges(self, space: str) -> torch.Tensor | None:
+        """Return the row of a space of each edge, None for the edges themselves."""
+        return None if space == "edge" else self.rows(space).of_edge
+
     def hop(self, name: str) -> Hop:
         """Return a matrix by name: ``to<source``, of entries that are edges, or rows of a gather.
 
@@ -393,10 +405,9 @@ class RelationalGraph:
             return Hop(rows, index, ones, *sizes, self.num_edges)
         if "<" in name:
             left, right = (self.rows(space) for space in name.split("<"))
-            return Hop(left.of_edge, right.of_edge, edges, left.n, right.n, self.num_edges)
+            return Hop(left.of_edge, right.of_edge, edges, left.n, right.n, self.num_edges, True)
         way, _, space = name.partition(":")
-        by_dst = [digit == "1" for digit in space.removeprefix("mixed:")]
-        mixed = self.rows(space)
+        by_dst, mixed = _sides(space), self.rows(space)
         assert mixed.node is not None and mixed.relation is not None
         # Of relations on this side each edge is an entry, of the others each row.
         summed = by_dst if way == "in" else [not side for side in by_dst]
@@ -412,7 +423,7 @@ class RelationalGraph:
                     torch.arange(mixed.bounds[r], mixed.bounds[r + 1], device=self.device)
                 )
         chosen, row = torch.cat(edge_of), torch.cat(row_of)
-        if self.device.type == "cpu":
+        if space.startswith("padded:"):
             row = row[mixed.node[row] != NO_NODE]
         node, ones = mixed.node[row], torch.full_like(row, -1)
         ends = self._src if way == "in" else self._dst
@@ -423,21 +434,29 @@ class RelationalGraph:
             return Hop(of_row, of_node, edge, mixed.n, self.num_src, self.num_edges)
         return Hop(of_node, of_row, edge, self.num_dst, mixed.n, self.num_edges)
 
-    def inverse_counts(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return 1 / (edges of the pair) ``[pairs]`` of each destination and relation."""
+    def inverse_counts(self, dtype: torch.dtype, space: str = "pair_dst") -> torch.Tensor:
+        """Return 1 / (edges of the pair of destination and relation) ``[n]`` of rows of a space."""
 
         def make() -> torch.Tensor:
+            if space != "pair_dst":
+                of_pairs = self.inverse_counts(dtype)
+                return of_pairs.index_select(0, self.gather_index("pair_dst", space))
             rows = self.rows("pair_dst")
             ones = torch.ones_like(rows.of_edge)
             return ones.new_zeros(rows.n).scatter_add_(0, rows.of_edge, ones).to(dtype).reciprocal()
 
-        return self.once(f"inverse counts {dtype}", make)
+        return self.once(f"inverse counts {dtype} {space}", make)
 
     def __repr__(self) -> str:
         return (
             f"RelationalGraph({self.num_src} -> {self.num_dst} nodes, {self.num_edges} edges, "
             f"{self.num_relations} relations, {self.device})"
         )
+
+
+def _sides(space: str) -> list[bool]:
+    """Return for each relation of a mixed space whether it has pairs of destinations."""
+    return [digit == "1" for digit in space.rpartition(":")[2]]
 
 
 def _numbered(
@@ -478,16 +497,27 @@ class KeptByTensors:
     def __init__(self, limit: int = 8) -> None:
         self._limit, self._lock = limit, threading.Lock()
         self._kept: OrderedDict[Any, tuple[Sequence[torch.Tensor], Any]] = OrderedDict()
+        #: By the tensors' objects, which are cheaper to compare than what they stand for: the
+        #: tensors, their state, and their key in `_kept`.
+        self._seen: OrderedDict[Any, tuple[Sequence[torch.Tensor], Any, Any]] = OrderedDict()
 
     def find(self, tensors: Sequence[torch.Tensor], more: Any, make: Callable[[], T]) -> T:
         """Return what `make` returned for these tensors, and for an equal `more`."""
-        if any(t.is_inference() for t in tensors):
+        objects = (tuple(map(id, tensors)), more)
+        seen = self._seen.get(objects)
+        if seen is not None and seen[1] == _state_of(tensors):
+            key = seen[2]
+        elif any([t.is_inference() for t in tensors]):
             return make()
-        places = tuple((t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors)
-        key = (places, versions_of(*tensors), more)
+        else:
+            places = tuple(
+                [(t.data_ptr(), t.shape, t.stride(), t.dtype, t.device) for t in tensors]
+            )
+            key = (places, versions_of(*tensors), more)
         with self._lock:
             if key in self._kept:
                 self._kept.move_to_end(key)
+                self._see(objects, tensors, key)
                 found: T = self._kept[key][1]
                 return found
         made = make()
@@ -495,7 +525,30 @@ class KeptByTensors:
             self._kept[key] = (tensors, made)
             while len(self._kept) > self._limit:
                 self._kept.popitem(last=False)
+            self._see(objects, tensors, key)
         return made
+
+    def _see(self, objects: Any, tensors: Sequence[torch.Tensor], key: Any) -> None:
+        if objects in self._seen and self._seen[objects][2] is key:
+            return
+        self._seen[objects] = (tensors, _state_of(tensors), key)
+        while len(self._seen) > self._limit:
+            self._seen.popitem(last=False)
+
+    def forget(self, made: Any) -> None:
+        """Drop a result, and hold its tensors no longer."""
+        with self._lock:
+            dropped = [key for key, (_, kept) in self._kept.items() if kept is made]
+            for key in dropped:
+                del self._kept[key]
+            for objects in [o for o, (_, _, key) in self._seen.items() if key in dropped]:
+                del self._seen[objects]
+
+
+def _state_of(tensors: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Return what changes of a tensor when it is changed in place."""
+    shapes = [t.shape for t in tensors]
+    return [*map(version_of, tensors)], [*map(torch.Tensor.data_ptr, tensors)], shapes
 
 
 _graphs = KeptByTensors()
@@ -515,9 +568,14 @@ def graph_of(
     )
 
 
+def forget_graph(graph: RelationalGraph) -> None:
+    """Keep a graph of `graph_of` no longer."""
+    _graphs.forget(graph)
+
+
 def versions_of(*tensors: torch.Tensor) -> tuple[int, ...]:
     """Return the version counters of tensors, -1 for those of inference mode, which have none."""
-    return tuple(-1 if t.is_inference() else version_of(t) for t in tensors)
+    return tuple([-1 if t.is_inference() else version_of(t) for t in tensors])
 
 
 def _check(

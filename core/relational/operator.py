@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentTypeError
-from .graph import graph_of
+from .graph import PlanMemoryError, RelationalGraph, forget_graph, graph_of
 from .program import PROGRAMS, CompiledProgram, Packed
 from .steps import Shape, broadcast
 from .trace import Value, in_order
@@ -32,9 +32,21 @@ def run_on_edges(
     not changed in place. Inputs and errors are those of a call and of `RelationalGraph`.
     """
     if not torch.compiler.is_compiling():
-        return program(graph_of(edge_index, edge_type, num_nodes, num_relations), *inputs)
+        graph = graph_of(edge_index, edge_type, num_nodes, num_relations)
+        return _on_kept_graph(program, graph, inputs)
     outputs = _traced(program, edge_index, edge_type, num_nodes, num_relations, inputs)
     return outputs[0] if program.program.single else tuple(outputs)
+
+
+def _on_kept_graph(
+    program: CompiledProgram, graph: RelationalGraph, inputs: Sequence[torch.Tensor | Packed]
+) -> Any:
+    """Return a program's outputs; without memory for the plan, what there is of it is not kept."""
+    try:
+        return program(graph, *inputs)
+    except PlanMemoryError:
+        forget_graph(graph)
+        raise
 
 
 def _traced(
@@ -74,7 +86,7 @@ def relational(
     compiled = PROGRAMS[program]
     graph = graph_of(edge_index, edge_type, (num_src, num_dst), num_relations)
     with torch.no_grad():
-        outputs = compiled(graph, *inputs)
+        outputs = _on_kept_graph(compiled, graph, inputs)
     return _apart([outputs] if compiled.program.single else list(outputs), inputs)
 
 
@@ -111,7 +123,7 @@ def relational_grad(
     graph = graph_of(edge_index, edge_type, (num_src, num_dst), num_relations)
     leaves = [x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
-        outputs = compiled(graph, *leaves)
+        outputs = _on_kept_graph(compiled, graph, leaves)
     outputs = (outputs,) if compiled.program.single else outputs
     found = torch.autograd.grad(outputs, leaves, list(gradients), materialize_grads=True)
     return _apart(found, [*gradients, *inputs])

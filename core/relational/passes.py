@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
-from .graph import RelationalGraph
+from .graph import BATCH_RELATIONS, RelationalGraph
 from .steps import Shape, Step, Steps, weighs
 from .trace import Value, in_order
 
@@ -131,12 +131,13 @@ class Lowering:
         return self.steps.make("input", (), "shared", self.inputs[name].shape, name)
 
     def _inverse_counts(self, value: Value) -> Step:
-        leaf = self.steps.make("inverse_counts", (), "pair_dst", ())
-        return self.steps.gather(leaf, self.space(value))
+        return self.steps.make("inverse_counts", (), self.space(value), ())
 
     def _elementwise(self, value: Value) -> Step:
         space = self.space(value)
         args = tuple(self.steps.gather(self.step(a), space) for a in value.args)
+        if value.op == "add" and self.passes.fuse and len({(a.space, a.shape) for a in args}) == 1:
+            return self.steps.plus(*args)
         return self.steps.elementwise(value.op, args, *value.attrs, line=value.line)
 
     def _split(self, value: Value) -> Step:
@@ -179,8 +180,21 @@ class Lowering:
         return self.steps.make("sum_shape", (product,), space, like)
 
     def _softmax(self, value: Value) -> Step:
-        x = self.steps.gather(self.step(value.args[0]), "edge")
-        return self.steps.make("softmax", (x,), "edge", x.shape)
+        """Fuse a sum or a product of two terms of edges, and a leaky ReLU of it, into a softmax."""
+        (x,), slope = value.args, 1.0
+        if self.passes.fuse and not self._used_elsewhere([x]):
+            if x.op == "leaky_relu":
+                (x,), (slope,) = x.args, x.attrs
+            if x.op in ("add", "mul") and not self._used_elsewhere([x]):
+                terms = tuple(map(self.step, x.args))
+                of_rows = {term.shape for term in terms}
+                if len(of_rows) == 1 and "shared" not in (term.space for term in terms):
+                    attrs = (x.op == "mul", slope)
+                    return self.steps.make("softmax", terms, "edge", terms[0].shape, *attrs)
+        term = self.step(x)
+        if not self.passes.fuse:
+            term = self.steps.gather(term, "edge")
+        return self.steps.make("softmax", (term,), "edge", term.shape, False, slope)
 
     # Sums of messages
 
@@ -238,7 +252,10 @@ class Lowering:
         by_dst = self._cheaper_sides(x, self.steps.typed_linear(x, matrix, product.line))
         if not any(by_dst):
             return None
-        space = "mixed:" + "".join(str(int(side)) for side in by_dst)
+        # Rows of heads, and matrices of one column or row, are not multiplied as a batch.
+        batched = self.graph.device.type == "cpu" and len(x.shape) == 1 and 1 not in matrix.shape
+        kind = "padded" if batched and len(by_dst) >= BATCH_RELATIONS else "mixed"
+        space = f"{kind}:" + "".join(str(int(side)) for side in by_dst)
         summed = self.steps.hop_sum(f"in:{space}", False, x, weight)
         y = self.steps.typed_linear(summed, matrix, product.line)
         return self.steps.hop_sum(f"out:{space}", False, self.steps.reshape(y, result), weight)

@@ -1,23 +1,23 @@
 """The GEMM template: rows times the weight of their relation, and the gradients of weights.
 
-On a GPU rows that are read by index, those of many relations and packed ones go to the kernels of
-typed_gemm.cu; a few large products of plain rows are torch's. On a CPU matrices of one column or
-one row are multiplied by the loops of the traversal template. Packed rows that the kernels do not
-take, and those on a CPU, are decoded block by block.
+What runs where no kernel is bound (`kernel_steps`). On a CPU matrices of one column or one row are
+multiplied by the loops of the traversal template. Packed rows are rebuilt by the kernels of a GPU;
+those that they do not take, and those on a CPU, are decoded block by block.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from ..engine.kernels.cpu import typed_products
-from ..engine.kernels.cuda.typed_gemm import TypedTiles
-from .graph import BATCH_RELATIONS, RelationalGraph, length_of_batch
+from ..engine.kernels.cpu.typed_products import BLOCK_ROWS
+from .graph import RelationalGraph, length_of_batch
+from .kernel_steps import tiles_of
 from .steps import Step
 
 if TYPE_CHECKING:
@@ -97,9 +97,8 @@ class Products:
         The graph.
     kernels : CudaKernels or None
         Those of its GPU; None where torch multiplies.
-    loops : Any
-        The functions of `kernels.cpu.segment_sums`, or of its twin on a GPU; None where torch runs
-        all.
+    loops : module or None
+        `kernels.cpu.segment_sums`; None where torch or the kernels of a GPU run all.
     """
 
     def __init__(self, graph: RelationalGraph, kernels: CudaKernels | None, loops: Any) -> None:
@@ -135,7 +134,8 @@ class Products:
     def linear_grad(self, step: Step, x: Any, g: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the weight of `linear`."""
         if isinstance(x, torch.Tensor):
-            return x.flatten(0, -2).t() @ g.flatten(0, -2)
+            rows = (x, g) if x.ndim == 2 else (x.flatten(0, -2), g.flatten(0, -2))
+            return torch.mm(rows[0].t(), rows[1])
         space = step.args[0].space
         bounds = [0, self.graph.rows(space).n]
         return self._gradient(f"all {space}", bounds, x, g, step, None)[0]
@@ -153,14 +153,10 @@ class Products:
 
         def multiply(source: Any) -> None:
             assert self.kernels is not None
-            tiles, whole = self._tiles(space, bounds), weight.contiguous()
-            for rows, head in _heads(source, out.ndim):
-                matrices = whole if head is None else whole[:, head]
-                to = out if head is None else out[:, head]
-                self.kernels.typed.product(rows, matrices, tiles, to, index=index)
+            tiles = tiles_of(self.graph, space, bounds)
+            self.kernels.typed.product(source, weight.contiguous(), tiles, out, index=index)
 
-        same = x.dtype is weight.dtype
-        if same and self._on_gpu(x, weight.shape[-2], len(bounds) - 1, index, multiply):
+        if x.dtype is weight.dtype and self._rebuilt(x, weight.shape[-2], multiply):
             return out
         if 1 in weight.shape[-2:] and self._loops_take(x, weight):
             by_loops = self._dots if weight.shape[-1] == 1 else self._multiples
@@ -175,7 +171,7 @@ class Products:
     # On a CPU: matrices of one column, or of one row
 
     def _loops_take(self, x: Any, other: torch.Tensor) -> bool:
-        on_cpu = self.loops is not None and self.kernels is None and isinstance(x, torch.Tensor)
+        on_cpu = self.loops is not None and isinstance(x, torch.Tensor)
         wide = x.dtype is other.dtype and x.dtype in (torch.float32, torch.float64)
         return on_cpu and wide and x.numel() > 0 and other.numel() > 0
 
@@ -216,15 +212,16 @@ class Products:
         self, bounds: Sequence[int], x: Any, g: torch.Tensor, step: Step, index: torch.Tensor | None
     ) -> torch.Tensor:
         """Return for each relation the sum of its rows, each times its one element of g."""
-        starts = self.graph.once(
-            ("starts", tuple(bounds)), lambda: torch.tensor(bounds, device=self.graph.device)
-        )
+        starts, relations = self.graph.once(("pieces", tuple(bounds)), lambda: _pieces(bounds))
         numbers = self._numbers(len(g))[:-1]
         rows = x.reshape(len(x), -1, step.shape[-2]).contiguous()
         elements = g.reshape(len(g), -1).contiguous()
         entries = (starts, numbers if index is None else index, numbers)
-        out: torch.Tensor = self.loops.sum_segments(*entries, elements, rows)
-        return out.reshape(len(bounds) - 1, *step.shape)
+        parts: torch.Tensor = self.loops.sum_segments(*entries, elements, rows)
+        if relations is not None:
+            out = parts.new_zeros(len(bounds) - 1, *parts.shape[1:])
+            parts = out.index_add_(0, relations, parts)
+        return parts.reshape(len(bounds) - 1, *step.shape)
 
     def _gradient(
         self,
@@ -240,13 +237,12 @@ class Products:
 
         def multiply(source: Any) -> None:
             assert self.kernels is not None
-            tiles, gradients = self._tiles(space, bounds), g.contiguous()
-            for rows, head in _heads(source, g.ndim):
-                part = gradients if head is None else gradients[:, head]
-                found.append(self.kernels.typed.gradient(rows, part, tiles, depth, index=index))
+            tiles = tiles_of(self.graph, space, bounds)
+            product = self.kernels.typed.gradient(source, g.contiguous(), tiles, depth, index=index)
+            found.append(product)
 
-        if x.dtype is g.dtype and self._on_gpu(x, depth, relations, index, multiply):
-            return found[0] if g.ndim == 2 else torch.stack(found, 1)
+        if x.dtype is g.dtype and self._rebuilt(x, depth, multiply):
+            return found[0]
         if g.shape[-1] == 1 and self._loops_take(x, g):
             return self._weighted_rows(bounds, x, g, step, index)
         padding = self._padded(space, bounds, x)
@@ -258,36 +254,15 @@ class Products:
         typed_products.multiply_gradient(x, g, bounds, out, index=index)
         return out
 
-    def _on_gpu(
-        self,
-        x: Any,
-        depth: int,
-        relations: int,
-        index: torch.Tensor | None,
-        multiply: Callable[[Any], None],
-    ) -> bool:
-        """Call `multiply` with what kernels read for x; return False where torch is to multiply."""
-        if self.kernels is None:
+    def _rebuilt(self, x: Any, depth: int, multiply: Callable[[Any], None]) -> bool:
+        """Call `multiply` with packed rows that kernels rebuild; return False where they do not."""
+        if self.kernels is None or isinstance(x, torch.Tensor):
             return False
-        takes = self.kernels.typed.takes
-        if not isinstance(x, torch.Tensor):
-            with x.read_by_products(self.graph.device) as source:
-                taken = source is not None and takes(source, depth)
-                if taken:
-                    multiply(source)
-            return taken
-        by_torch = index is None and relations < BATCH_RELATIONS
-        if x.dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-            by_torch = by_torch or index is None  # its tensor cores, which the kernels do not use
-        if by_torch or not takes(x, depth):
-            return False
-        multiply(x.contiguous())
-        return True
-
-    def _tiles(self, space: str, bounds: Sequence[int]) -> TypedTiles:
-        return self.graph.once(
-            ("tiles", space), lambda: TypedTiles.of(list(bounds), self.graph.device)
-        )
+        with x.read_by_products(self.graph.device) as source:
+            taken = source is not None and self.kernels.typed.takes(source, depth)
+            if taken:
+                multiply(source)
+        return taken
 
     def _padded(self, space: str, bounds: Sequence[int], x: Any) -> Padding | None:
         """Return how relations are padded to one length, or None where each is multiplied alone."""
@@ -297,10 +272,15 @@ class Products:
         return self.graph.once(("padded", space), lambda: Padding.of(bounds, device))
 
 
-def _heads(x: Any, ndim: int) -> Iterator[tuple[Any, int | None]]:
-    """Yield the rows of each head, and its number: None where there are no heads."""
-    if ndim == 2:
-        yield x, None
-    else:
-        for head in range(x.shape[1]):
-            yield x[:, head], head
+def _pieces(bounds: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return the starts of pieces of relations, and the relation of each, which threads share.
+
+    A sum is one thread's: that of a long relation is made of several. None where each is whole.
+    """
+    counts = (torch.tensor(bounds).diff() + BLOCK_ROWS - 1).div(BLOCK_ROWS, rounding_mode="floor")
+    counts.clamp_(min=1)
+    relations = torch.arange(len(counts)).repeat_interleave(counts)
+    place = torch.arange(len(relations)) - (counts.cumsum(0) - counts)[relations]
+    starts = torch.tensor(bounds)[relations] + BLOCK_ROWS * place
+    starts = torch.cat([starts, torch.tensor(bounds[-1:])])
+    return starts, None if len(relations) == len(counts) else relations

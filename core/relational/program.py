@@ -12,7 +12,7 @@ import torch
 
 from ..errors import ArgumentError, ArgumentTypeError
 from ..tables import CompressedFeature, CompressedTable, SlabCache
-from .execute import Machine, Schedule
+from .execute import Calls, Machine, Schedule
 from .gradient import differentiated, kept_of
 from .graph import RelationalGraph
 from .passes import InputInfo, Lowering, Passes, lowered
@@ -77,13 +77,18 @@ class Plan:
     forward : Schedule
         Gives the outputs, and what the backward program reads.
     backward : Schedule or None
-        Gives the gradients of `wanted`.
-    leaves : list of Step
-        The inputs that the forward program reads.
-    kept, seeds : list of Step
-        What the backward program reads of the forward program, and the gradients of outputs.
-    wanted : tuple of str
-        Inputs that take a gradient.
+        Gives the gradients of inputs that take one, from what it reads of the forward program and
+        the gradients of outputs.
+    lowering : Lowering
+        What made the steps.
+    run_forward, run_backward : Calls or None
+        The schedules, bound to the graph.
+    dtype : torch.dtype
+        In which it computes.
+    reads : list of int
+        The places of the inputs that the forward program reads.
+    gradients : list of int or None
+        For each tensor among the inputs which result of `run_backward` is its gradient.
     n_outputs : int
         How many of the results of `forward` are outputs.
     """
@@ -91,12 +96,13 @@ class Plan:
     reordered: Sequence[Value]
     forward: Schedule
     backward: Schedule | None
-    leaves: list[Step]
-    kept: list[Step]
-    seeds: list[Step]
-    wanted: tuple[str, ...]
-    n_outputs: int
     lowering: Lowering
+    run_forward: Calls
+    run_backward: Calls | None
+    dtype: torch.dtype
+    reads: list[int]
+    gradients: list[int | None]
+    n_outputs: int
 
 
 class CompiledProgram:
@@ -155,49 +161,54 @@ class CompiledProgram:
             When the graph's tensors were changed in place.
         """
         graph.check_unchanged()
-        values = self._checked(graph, inputs)
-        device, dtype = graph.device.type, values[0].dtype
+        plan = self.plan(graph, inputs)
+        values: Sequence[Any] = inputs
+        device = graph.device.type
         if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
-            values = [v.to(dtype) if isinstance(v, torch.Tensor) else v for v in values]
-        plan = self.plan(graph, values)
-        machine = Machine(graph, dtype, self.backend == "auto")
-        with torch.autocast(device, enabled=False):
-            outputs = _Run.apply(  # type: ignore[no-untyped-call]
-                plan,
-                machine,
-                dict(zip(self.program.names, values, strict=True)),
-                *[v for v in values if isinstance(v, torch.Tensor)],
-            )
+            values = [v.to(plan.dtype) if isinstance(v, torch.Tensor) else v for v in inputs]
+            with torch.autocast(device, enabled=False):
+                outputs = _run(plan, values)
+        else:
+            outputs = _run(plan, values)
         return outputs[0] if self.program.single else tuple(outputs)
 
-    def plan(self, graph: RelationalGraph, values: Sequence[torch.Tensor | Packed]) -> Plan:
-        """Return the steps for a graph and inputs, made at the first call of their shapes."""
-        names = self.program.names
-        wanted = tuple(
-            name
-            for name, v in zip(names, values, strict=True)
-            if torch.is_grad_enabled() and isinstance(v, torch.Tensor) and v.requires_grad
-        )
-        # Of plain tuples: this is looked up at each call.
-        shapes = tuple([(tuple(v.shape), isinstance(v, torch.Tensor)) for v in values])
-        return graph.once((self, shapes, wanted), lambda: self._make(graph, shapes, wanted))
+    def plan(self, graph: RelationalGraph, inputs: Sequence[torch.Tensor | Packed]) -> Plan:
+        """Return the steps for a graph and inputs, made at the first call of their kind."""
+        device = graph.device.type
+        graded = torch.is_grad_enabled()
+        # Whatever a check or a plan depends on: inputs are looked at once for each of these.
+        key = (
+            self,
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+            device == "cuda" and torch.backends.cuda.matmul.allow_tf32,
+            tuple([
+                (x.shape, x.dtype, x.device, graded and x.requires_grad)
+                if isinstance(x, torch.Tensor)
+                else (type(x), getattr(x, "shape", None), getattr(x, "dtype", None))
+                for x in inputs
+            ]),
+        )  # fmt: skip
+        return graph.once(key, lambda: self._make(graph, inputs, graded, key[1], key[2]))
 
     def _make(
         self,
         graph: RelationalGraph,
-        shapes: Sequence[tuple[tuple[int, ...], bool]],
-        wanted: tuple[str, ...],
+        inputs: Sequence[Any],
+        graded: bool,
+        autocast: torch.dtype | None,
+        tf32: bool,
     ) -> Plan:
+        self._check(graph, inputs)
+        names = self.program.names
+        plain = {n: x for n, x in zip(names, inputs, strict=True) if isinstance(x, torch.Tensor)}
         infos = {
-            name: InputInfo(shape, not plain)
-            for name, (shape, plain) in zip(self.program.names, shapes, strict=True)
+            name: InputInfo(tuple(x.shape), name not in plain)
+            for name, x in zip(names, inputs, strict=True)
         }
+        wanted = [name for name, x in plain.items() if graded and x.requires_grad]
         lowering, values = lowered(graph, infos, self.passes, self.program.outputs)
         outputs, fuse = lowering.outputs, self.passes.fuse
-        gradients: list[Step | None] = []
         kept: list[Step] = []
-        seeds: list[Step] = []
         backward = None
         if wanted:
             gradients, seeds = differentiated(lowering.steps, outputs, wanted)
@@ -205,9 +216,22 @@ class CompiledProgram:
             backward = Schedule(gradients, [*kept, *seeds], fuse)
         leaves = [s for s in in_order(outputs) if s.op in ("input", "packed")]
         forward = Schedule([*outputs, *kept], leaves, fuse)
-        return Plan(values, forward, backward, leaves, kept, seeds, wanted, len(outputs), lowering)
+        dtype = autocast or inputs[0].dtype
+        machine = Machine(graph, dtype, self.backend == "auto", tf32 and dtype is torch.float32)
+        return Plan(
+            reordered=values,
+            forward=forward,
+            backward=backward,
+            lowering=lowering,
+            run_forward=Calls(forward, machine),
+            run_backward=None if backward is None else Calls(backward, machine),
+            dtype=dtype,
+            reads=[names.index(leaf.attrs[0]) for leaf in leaves],
+            gradients=[wanted.index(name) if name in wanted else None for name in plain],
+            n_outputs=len(outputs),
+        )
 
-    def _checked(self, graph: RelationalGraph, inputs: Sequence[Any]) -> list[Any]:
+    def _check(self, graph: RelationalGraph, inputs: Sequence[Any]) -> None:
         names = self.program.names
         if len(inputs) != len(names):
             raise ArgumentError(
@@ -230,7 +254,6 @@ class CompiledProgram:
                     f"input {name!r} is {x.dtype}{other}; accepted is one floating dtype for all"
                 )
             first = first or (name, x.dtype)
-        return list(inputs)
 
     def explain(self, graph: RelationalGraph, *inputs: torch.Tensor | Packed) -> str:
         """Return both levels of the program for a graph, with rows and bytes of each step.
@@ -242,23 +265,20 @@ class CompiledProgram:
         *inputs : torch.Tensor or packed rows
             As for a call; only their shapes and dtypes are read.
         """
-        values = self._checked(graph, inputs)
-        plan = self.plan(graph, values)
-        element = values[0].dtype.itemsize if values else 4
+        plan = self.plan(graph, inputs)
         lines = [f"program {self.program.__name__} on {graph!r}", "", str(self.program), ""]
         if plan.reordered is not self.program.outputs:
             lines += ["with linear operators reordered", "", described(plan.reordered), ""]
-        names: dict[int, str] = {id(s): f"grad{i}" for i, s in enumerate(plan.seeds)}
-        names |= {id(s): s.attrs[0] for s in plan.leaves}
+        given = [*plan.forward.given, *(plan.backward.given if plan.backward else ())]
+        leaves = [s for s in given if s.op in ("input", "packed")]
+        names: dict[int, str] = {id(s): s.attrs[0].replace(" ", "") for s in leaves}
         for title, schedule in (("forward", plan.forward), ("backward", plan.backward)):
             if schedule is not None:
-                lines += [title, *_listing(schedule, plan.lowering, names, element), ""]
+                lines += [title, *_listing(schedule, plan, names), ""]
         return "\n".join(lines)
 
 
-def _listing(
-    schedule: Schedule, lowering: Lowering, names: dict[int, str], element: int
-) -> list[str]:
+def _listing(schedule: Schedule, plan: Plan, names: dict[int, str]) -> list[str]:
     lines = []
     for step in schedule.order:
         arguments = [names[id(a)] for a in schedule.reads(step)]
@@ -266,41 +286,44 @@ def _listing(
         arguments += [str(a) for a in step.attrs]
         if schedule.gathers(step):
             arguments.append(f"rows by {step.args[0].attrs[0]}")
-        rows = lowering.steps.rows(step.space)
+        rows = plan.lowering.steps.rows(step.space)
+        n_bytes = rows * step.width * plan.dtype.itemsize
         lines.append(
             f"  {step.template:<9} {names[id(step)]} = {step.op}({', '.join(arguments)})"
-            f"  # {step.space} {rows} x {list(step.shape)}, {rows * step.width * element} B"
+            f"  # {step.space} {rows} x {list(step.shape)}, {n_bytes} B"
         )
     return lines
+
+
+def _run(plan: Plan, values: Sequence[Any]) -> Sequence[torch.Tensor]:
+    """Return the outputs of a plan; where gradients are wanted, as autograd knows them."""
+    if plan.run_backward is None:
+        found: Any = plan.run_forward.run([values[place] for place in plan.reads])
+    else:
+        tensors = [v for v in values if isinstance(v, torch.Tensor)]
+        found = _Run.apply(plan, values, *tensors)  # type: ignore[no-untyped-call]
+    outputs: Sequence[torch.Tensor] = found
+    return outputs
 
 
 class _Run(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, plan: Plan, machine: Machine, inputs: dict[str, Any], *tensors: torch.Tensor
+        ctx: Any, plan: Plan, values: Sequence[Any], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        values = {id(leaf): inputs[leaf.attrs[0]] for leaf in plan.leaves}
-        results = machine.run(plan.forward, values)
+        results: list[Any] = plan.run_forward.run([values[place] for place in plan.reads])
         kept = results[plan.n_outputs :]
-        saved = [t for t in kept if isinstance(t, torch.Tensor)]
-        ctx.save_for_backward(*saved)
+        ctx.save_for_backward(*[t for t in kept if isinstance(t, torch.Tensor)])
         ctx.packed = [None if isinstance(t, torch.Tensor) else t for t in kept]
-        ctx.plan, ctx.machine = plan, machine
-        ctx.wanted = [
-            name if isinstance(inputs[name], torch.Tensor) and name in plan.wanted else None
-            for name in inputs
-            if isinstance(inputs[name], torch.Tensor)
-        ]
-        return tuple(t for t in results[: plan.n_outputs] if t is not None)
+        ctx.plan = plan
+        return tuple(results[: plan.n_outputs])
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
         plan: Plan = ctx.plan
-        assert plan.backward is not None
+        assert plan.run_backward is not None
         saved = iter(ctx.saved_tensors)
         kept = [next(saved) if p is None else p for p in ctx.packed]
-        values = {id(step): value for step, value in zip(plan.kept, kept, strict=True)}
-        values |= {id(s): g for s, g in zip(plan.seeds, gradients, strict=True)}
-        found = dict(zip(plan.wanted, ctx.machine.run(plan.backward, values), strict=True))
-        return (None, None, None, *(found.get(name) for name in ctx.wanted))
+        found = plan.run_backward.run([*kept, *gradients])
+        return (None, None, *[None if at is None else found[at] for at in plan.gradients])

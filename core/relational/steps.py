@@ -96,6 +96,8 @@ class Steps:
         """Return x on the rows of another space."""
         if x.space in (space, "shared"):
             return x
+        if x.op == "inverse_counts":  # what the graph has
+            return self.make(x.op, (), space, x.shape)
         if x.op == "gather":  # of the edges' values: those of pairs, then of nodes
             return self.gather(x.args[0], space)
         return self.make("gather", (x,), space, x.shape, x.space)
@@ -142,6 +144,14 @@ class Steps:
             )
         return self.make("linear", (x, weight), x.space, (*x.shape[:-1], weight.shape[1]))
 
+    def plus(self, x: Step, y: Step) -> Step:
+        """Return a sum of rows; of a product with a shared weight it is one operator."""
+        for rest, product in ((x, y), (y, x)):
+            plain = product.op == "linear" and product.args[0].op != "packed"
+            if plain and rest.shape == product.shape and rest.space == product.space:
+                return self.make("linear_add", (rest, *product.args), rest.space, rest.shape)
+        return self.elementwise("add", (x, y))
+
     def hop_sum(self, name: str, transposed: bool, x: Step, weight: Step | None = None) -> Step:
         """Return the sum over each row's entries of a matrix, weighted by edge values ``[.., 1]``.
 
@@ -172,8 +182,8 @@ class Steps:
         multiply, visit, copy, call = self.costs
         if step.op in ("input", "inverse_counts", "reshape", "t", "shared"):
             return 0.0
-        if step.op in ("typed_linear", "linear"):
-            x, weight = step.args
+        if step.op in ("typed_linear", "linear", "linear_add"):
+            x, weight = step.args[-2:]
             rows = self.rows(step.space)
             calls = self.graph.num_relations if step.op == "typed_linear" else 1
             moved = rows * (x.width + step.width) * copy

@@ -7,6 +7,7 @@ options that never are covered, `relational_calls` counts calls by reason.
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -132,7 +133,7 @@ class _RelationalConv(_Constructed):
         out = run_on_edges(program, *edges, source, weight)
         out = out.flatten(1)
         if self.root is not None and isinstance(target, torch.Tensor):
-            out = out + target @ self.root
+            out = torch.addmm(out, target, self.root)
         elif self.root is not None:
             out = out + run_on_edges(OF_NODES, *edges, target, self.root)
         return out if self.bias is None else out + self.bias
@@ -263,57 +264,57 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
         heads, dim = self.heads, self.out_channels // self.heads
         projected = self.kqv_lin(x_dict)
         counts = {name: len(rows) for name, rows in projected.items()}
-        parts = torch.cat(list(projected.values())).view(-1, 3, heads, dim)
-        k, q, v = parts.unbind(1)
+        rows = list(projected.values())
+        parts = (rows[0] if len(rows) == 1 else torch.cat(rows)).view(-1, 3, heads, dim)
+        k, q, v = parts.transpose(0, 1).contiguous().unbind()
         edge_index, edge_type = self._edges(edge_index_dict, counts)
         relations = len(self.edge_types)
         keys, values = (
             lin.weight.view(heads, relations, dim, dim).transpose(0, 1)
             for lin in (self.k_rel, self.v_rel)
         )
-        prior = torch.cat([self.p_rel["__".join(t)] for t in self.edge_types]) / math.sqrt(dim)
+        # In the order of edge types. Each by its name would cost as much as the layer.
+        priors = self.p_rel.named_parameters(recurse=False, remove_duplicate=False)
+        prior = torch.cat([each for _, each in priors]) / math.sqrt(dim)
         total = sum(counts.values())
         inputs = (k, q, v, keys, values, prior[:, :, None])
-        out = run_on_edges(HGT, edge_index, edge_type, (total, total), relations, *inputs).flatten(
-            1
-        )
-        rows = dict(zip(counts, out.split(list(counts.values())), strict=True))
-        found = {t: nn.functional.gelu(rows[t]) for t in rows if t in self.dst_node_types}
-        found = self.out_lin(found)
-        for name in [t for t in rows if t in self.dst_node_types]:
+        edges = (edge_index, edge_type, (total, total), relations)
+        out = run_on_edges(HGT, *edges, *inputs).flatten(1)
+        by_type = dict(zip(counts, out.split(list(counts.values())), strict=True))
+        names = [t for t in by_type if t in self.dst_node_types]
+        found = self.out_lin({name: nn.functional.gelu(by_type[name]) for name in names})
+        for name in names:
             x = x_dict[name]
             if found[name].shape[-1] == x.shape[-1]:
                 share = self.skip[name].sigmoid()
                 found[name] = torch.lerp(x, found[name], share)
-        return {name: found[name] for name in rows if name in self.dst_node_types}
+        return {name: found[name] for name in names}
 
     def _edges(
         self, edge_index_dict: Any, counts: dict[str, int]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all edges as those of one graph, whose nodes stand type after type."""
-        first, place = {}, 0
-        for name, n in counts.items():
-            first[name], place = place, place + n
 
         def merge() -> tuple[torch.Tensor, torch.Tensor]:
+            first = dict(
+                zip(counts, itertools.accumulate(counts.values(), initial=0), strict=False)
+            )
             edges, kinds = [], []
             for edge_type, index in edge_index_dict.items():
+                _check_ends(edge_type, counts)
                 ends = [first[edge_type[0]], first[edge_type[-1]]]
                 edges.append(index + torch.tensor(ends, device=index.device)[:, None])
-                kind = self.edge_types_map[edge_type]
-                kinds.append(torch.full_like(index[0], kind))
+                kinds.append(torch.full_like(index[0], self.edge_types_map[edge_type]))
             return torch.cat(edges, 1), torch.cat(kinds)
 
         if torch.compiler.is_compiling():
             return merge()
-        for edge_type, index in edge_index_dict.items():
-            _check_ends(edge_type, index, counts)
-        kinds = tuple(self.edge_types_map[t] for t in edge_index_dict)
+        kinds = tuple(map(self.edge_types_map.__getitem__, edge_index_dict))
         more = (tuple(edge_index_dict), kinds, tuple(counts.items()))
         return _merged.find(tuple(edge_index_dict.values()), more, merge)
 
 
-def _check_ends(edge_type: Any, index: torch.Tensor, counts: dict[str, int]) -> None:
+def _check_ends(edge_type: Any, counts: dict[str, int]) -> None:
     for name in (edge_type[0], edge_type[-1]):
         if name not in counts:
             raise ArgumentTypeError(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import sys
+import weakref
 from typing import Any, cast
 
 import pytest
@@ -16,6 +19,7 @@ from bitslab.errors import (
     IndexRangeError,
     ModifiedInPlaceError,
 )
+from bitslab.relational import graph
 from tests.relational.oracle import random_graph
 from tests.relational.programs import arithmetic, inputs_of, rgcn
 
@@ -204,6 +208,53 @@ def test_memory_that_runs_out_in_a_plan_has_an_error_of_its_own(error, monkeypat
         with pytest.raises(rel.PlanMemoryError):
             rel.RelationalGraph(EDGES, TYPES, 3, 2)
     assert rgcn.compile()(made, *inputs.values()).shape == (12, 6)  # nothing half made remains
+
+
+@pytest.mark.parametrize("late", [False, True], ids=["pairs", "order of rows"])
+def test_a_graph_without_memory_for_its_plan_is_not_kept(late, monkeypatch):
+    made, plain = [], graph.sort
+
+    def fail(*args):
+        caller = sys._getframe(1)
+        if caller.f_code.co_name == ("by_row" if late else "_pairs"):
+            raise MemoryError("Unable to allocate 8 GiB")
+        if caller.f_code.co_name == "_place":
+            made.append(weakref.ref(caller.f_locals["self"]))
+        return plain(*args)
+
+    inputs = inputs_of("rgcn", random_graph(0, 12, 12, 60, 4), torch.float32)
+    edges, types = torch.randint(12, (2, 60)), torch.randint(4, (60,))
+    with monkeypatch.context() as patched:
+        patched.setattr("bitslab.relational.graph.sort", fail)
+        with pytest.raises(rel.PlanMemoryError):
+            rel.run_on_edges(rgcn.compile(), edges, types, (12, 12), 4, *inputs.values())
+    gc.collect()
+    assert made and all(ref() is None for ref in made)
+    out = rel.run_on_edges(rgcn.compile(), edges, types, (12, 12), 4, *inputs.values())
+    assert out.shape == (12, 6)
+
+
+def test_what_is_kept_by_tensors_is_found_by_objects_and_by_memory():
+    kept, tensors = rel.KeptByTensors(limit=2), [torch.arange(4), torch.arange(3)]
+    make = iter([object() for _ in range(9)]).__next__
+    first = kept.find(tensors, 1, make)
+    assert kept.find(tensors, 1, make) is first
+    assert kept.find([t.view(-1) for t in tensors], 1, make) is first  # other objects
+    assert kept.find(tensors, 2, make) is not first
+    tensors[0][0] = 7
+    second = kept.find(tensors, 1, make)
+    assert second is not first
+    tensors[1].data = tensors[1][:2]
+    third = kept.find(tensors, 1, make)
+    assert third not in (first, second)
+    kept.forget(third)
+    assert kept.find(tensors, 1, make) is not third
+    refs = weakref.ref(tensors[0])
+    kept.find([torch.arange(2)], 3, make)
+    kept.find([torch.arange(2)], 4, make)
+    del tensors
+    gc.collect()
+    assert refs() is None  # the last two remain
 
 
 def test_other_errors_in_a_plan_are_as_they_are(monkeypatch):

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bitslab.relational as rel
+from bitslab.engine.kernels.cpu import segment_sums
 from bitslab.relational import Passes
 from bitslab.relational.graph import NO_NODE
 from tests.relational.oracle import evaluate, random_graph
@@ -92,7 +93,7 @@ def test_many_relations_of_few_rows_are_one_batch(name, monkeypatch):
 
 def test_rows_that_are_summed_first_have_the_lengths_of_a_batch():
     made = random_graph(3, 20, 20, 400, 9)
-    space = "mixed:010101010"
+    space = "padded:010101010"
     rows = made.rows(space)
     assert len({b - a for a, b in itertools.pairwise(rows.bounds)}) == 1
     empty = rows.node == NO_NODE
@@ -101,6 +102,50 @@ def test_rows_that_are_summed_first_have_the_lengths_of_a_batch():
     assert not empty[made.hop(f"in:{space}").to].any()
     assert not empty[made.hop(f"out:{space}").source].any()
     assert not empty[rows.of_edge].any()
+
+
+@rel.program
+def one_sum(g, x, w):
+    return rel.sum_to_dst(rel.typed_linear(g.src(x), w))
+
+
+@pytest.mark.parametrize(
+    ("row", "weight", "padded"),
+    [((4,), (4, 6), True), ((2, 2), (2, 2, 3), False), ((1,), (1, 6), False)],
+    ids=["rows", "heads", "one row of a matrix"],
+)
+def test_only_rows_of_a_batch_are_padded(row, weight, padded):
+    made = random_graph(3, 300, 20, 400, 9)
+    plan = one_sum.compile().plan(made, [torch.ones(300, *row), torch.ones(9, *weight)])
+    (product,) = [s for s in plan.forward.order if s.op == "typed_linear"]
+    assert product.space.partition(":")[0] == ("padded" if padded else "mixed")
+    assert bool((made.rows(product.space).node == NO_NODE).any()) == padded
+
+
+@pytest.mark.parametrize("compact", [True, False])
+def test_gradients_of_one_column_are_summed_in_pieces(compact, monkeypatch):
+    """One thread sums a piece: the rows of one relation are shared too."""
+    starts = []
+    plain = segment_sums.sum_segments
+
+    def counted(*args):
+        starts.append(args[0])
+        return plain(*args)
+
+    monkeypatch.setattr(segment_sums, "sum_segments", counted)
+    monkeypatch.setattr("bitslab.relational.products.BLOCK_ROWS", 16)
+    graph = random_graph(3, 50, 50, 300, 3)
+    graph = rel.RelationalGraph(graph.edge_index, graph.edge_type.clamp(max=1), 50, 3)
+    inputs = {
+        "x": torch.randn(50, 4, dtype=torch.float64),
+        "w": torch.randn(3, 4, 1, dtype=torch.float64, requires_grad=True),
+    }
+    expected = torch.autograd.grad(evaluate(one_sum, graph, inputs)[0].sum(), inputs["w"])
+    out = one_sum.compile(Passes(compact=compact, sides=False))(graph, *inputs.values())
+    starts.clear()
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), inputs["w"]), expected)
+    (pieces,) = [s for s in starts if int(s.diff().max()) == 16]
+    assert len(pieces) > 4
 
 
 def steps_of(program, graph, name, passes=None):
@@ -204,6 +249,50 @@ def test_autocast_computes_in_its_dtype():
     torch.testing.assert_close(out.float(), plain, rtol=0.05, atol=0.1)
     out.float().sum().backward()
     assert all(x.grad is not None and x.grad.dtype is torch.float32 for x in inputs)
+
+
+def test_terms_of_a_softmax_are_read_by_index():
+    graph = random_graph(10, 40, 40, 500, 3)
+    plan = steps_of(rgat, graph, "rgat")
+    (softmax,) = [s for s in plan.forward.order if s.op == "softmax"]
+    assert {term.space for term in softmax.args} == {"pair_src", "pair_dst"}
+    assert softmax.attrs == (False, 0.2)
+    assert not {"gather", "leaky_relu", "add"} & {
+        s.op for s in plan.forward.order if s.space == "edge"
+    }
+    (gradient,) = [s for s in plan.backward.order if s.op == "softmax_grad"]
+    assert gradient.args[2:] == softmax.args  # the signs of logits
+    plain = steps_of(rgat, graph, "rgat", Passes(fuse=False))
+    assert "leaky_relu" in {s.op for s in plain.forward.order}
+
+
+def test_a_logit_that_is_used_twice_is_computed_once():
+    @rel.program
+    def both(g, x, y):
+        score = g.src(x) * g.dst(y)
+        return rel.softmax_by_dst(score), score
+
+    graph = random_graph(10, 9, 9, 50, 3)
+    inputs = {k: torch.randn(9, 2, dtype=torch.float64).requires_grad_() for k in "xy"}
+    compiled = both.compile()
+    plan = compiled.plan(graph, list(inputs.values()))
+    assert [s.op for s in plan.forward.order].count("mul") == 1
+    found = values_and_gradients(compiled(graph, *inputs.values()), inputs)
+    expected = values_and_gradients(evaluate(both, graph, inputs), inputs)
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_plan_made_in_inference_mode_serves_training():
+    graph = random_graph(9, 20, 20, 100, 3)
+    inputs = [x.requires_grad_() for x in inputs_of("rgcn_mean", graph).values()]
+    program, run = PROGRAMS["rgcn_mean"].compile(), []
+    with torch.inference_mode():
+        made = rel.RelationalGraph(graph.edge_index, graph.edge_type, 20, 3)
+        run.append(program(made, *inputs))
+    run.append(program(made, *inputs))
+    torch.testing.assert_close(*run)
+    assert all(g is not None for g in torch.autograd.grad(run[1].sum(), inputs))
 
 
 def test_sums_are_the_same_from_run_to_run():

@@ -100,6 +100,39 @@ def test_gradients_of_many_tiles_are_sums_of_chunks(monkeypatch):
     close(found, gradient_reference(x, g, bounds), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [(), (1,), (3,)], ids=str)
+@pytest.mark.parametrize("chunk_tiles", [1, 32])
+def test_prepared_products_of_heads(heads, dtype, chunk_tiles, monkeypatch):
+    monkeypatch.setattr("bitslab.engine.kernels.cuda.typed_gemm.CHUNK_TILES", chunk_tiles)
+    runner = SimtRunner()
+    kernels, tiles = TypedGemmKernels(runner), TypedTiles.of(BOUNDS, torch.device("cpu"))
+    n, types = BOUNDS[-1], len(BOUNDS) - 1
+    index = torch.randint(20, (n,), generator=torch.Generator().manual_seed(1))
+    x = values(20, *heads, 24, dtype=dtype)
+    weight = values(types, *heads, 24, 6, dtype=dtype, seed=1)
+    g = values(n, *heads, 6, dtype=dtype, seed=2)
+    run = kernels.prepare_product(tiles, n, (*heads, 24), 6, dtype, index)
+    gradient = kernels.prepare_gradient(tiles, (*heads, 24), 6, dtype, index)
+    found = run(x, weight), gradient(x, g)
+    assert [out.shape for out in found] == [g.shape, weight.shape]
+    assert all(out.dtype is dtype for out in found)
+    for h in range(heads[0] if heads else 1):
+        parts = (x[:, h], weight[:, h], g[:, h], found[0][:, h], found[1][:, h])
+        of_x, of_weight, of_g, product, total = parts if heads else (x, weight, g, *found)
+        close(product, reference(of_x, of_weight, BOUNDS, n, index=index), dtype)
+        close(total, gradient_reference(of_x, of_g, BOUNDS, index), dtype)
+
+
+def test_gradients_of_types_of_one_chunk_each_are_not_summed(monkeypatch):
+    monkeypatch.setattr(torch, "segment_reduce", None)
+    x, g = values(80, 8, dtype=torch.float32), values(80, 4, dtype=torch.float32, seed=1)
+    tiles = TypedTiles.of(BOUNDS, torch.device("cpu"))
+    assert tiles.chunks.tolist() == [[0, 0], [0, 1], [1, 2], [2, 2], [2, 4]]
+    found = TypedGemmKernels(SimtRunner()).gradient(x, g, tiles, 8)
+    close(found, gradient_reference(x, g, BOUNDS), torch.float32)
+
+
 BYTES = Variant("typed_gemm", 4, 3, False, True, 4, True)
 BFLOATS = Variant("typed_gemm", 2, 3, False, True, 8, True)
 PACKED = [

@@ -84,6 +84,27 @@ def test_softmax_and_its_gradient(entries):
     torch.testing.assert_close(segment_sums.softmax_segments_gradient(starts, out, g), gradient)
 
 
+@pytest.mark.parametrize("multiplied", [False, True])
+@pytest.mark.parametrize("slope", [1.0, 0.2, 0.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_softmax_of_two_terms_read_by_index(multiplied, slope, dtype):
+    draw, to, source, order, starts = drawn(4, 9, 6, 200)
+    x = torch.randn(6, 2, generator=draw, dtype=dtype)
+    y = torch.randn(200, 2, generator=draw, dtype=dtype)
+    g = torch.randn(200, 2, generator=draw, dtype=dtype)
+    index = source[order]
+    both = (x[index] * y if multiplied else x[index] + y).requires_grad_()
+    logits = torch.where(both > 0, both, both * slope)
+    parts = [logits[a:b].softmax(0) for a, b in zip(starts, starts[1:], strict=False)]
+    expected = torch.cat(parts)
+    terms = (x, index, y, None, multiplied, slope)
+    p = segment_sums.softmax_segments(starts, *terms)
+    torch.testing.assert_close(p, expected.detach())
+    (gradient,) = torch.autograd.grad(expected, both, g)
+    found = segment_sums.softmax_segments_gradient(starts, p, g, *terms)
+    torch.testing.assert_close(found, gradient)
+
+
 def test_softmax_of_nan_and_infinity_is_torchs():
     starts = torch.tensor([0, 2, 4, 6])
     x = torch.tensor([1.0, torch.nan, torch.inf, 1.0, -torch.inf, 2.0])[:, None]

@@ -142,22 +142,81 @@ def dot_entries(
     return out
 
 
-def softmax_segments(starts: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Return the softmax of the columns of x ``[entries, H]`` within rows that start at `starts`.
+def softmax_segments(
+    starts: torch.Tensor,
+    x: torch.Tensor,
+    x_rows: torch.Tensor | None = None,
+    y: torch.Tensor | None = None,
+    y_rows: torch.Tensor | None = None,
+    multiplied: bool = False,
+    slope: float = 1.0,
+) -> torch.Tensor:
+    """Return the softmax of logits within rows of entries: ``leaky_relu(x[x_rows] + y[y_rows])``.
 
-    x is float32 or float64 and contiguous.
+    Parameters
+    ----------
+    starts : torch.Tensor
+        int64 ``[rows + 1]``: the first entry of each row.
+    x, y : torch.Tensor
+        float32 or float64 ``[N, H]`` and ``[M, H]``, contiguous; without y that term is left out.
+    x_rows, y_rows : torch.Tensor, optional
+        int64 ``[entries]``: the row of x, or of y, of each entry; else entries are the rows.
+    multiplied : bool
+        Whether the terms are multiplied, not added.
+    slope : float
+        What logits that are not positive are multiplied by.
+
+    Returns
+    -------
+    torch.Tensor
+        ``[entries, H]``.
     """
-    out = torch.empty_like(x)
-    arrays = [t.numpy() for t in (starts, x, out)]
-    _run(summing().softmax_segments, arrays, len(x), 16 * x[0:1].nbytes)
+    out = x.new_empty(len(x if x_rows is None else x_rows), x.shape[1])
+    logits = _logits(x, x_rows, y, y_rows, multiplied, slope)
+    arrays = [starts.numpy(), *logits, out.numpy()]
+    _run(summing().softmax_segments, arrays, len(out), 16 * out[0:1].nbytes)
     return out
 
 
 def softmax_segments_gradient(
-    starts: torch.Tensor, y: torch.Tensor, g: torch.Tensor
+    starts: torch.Tensor,
+    p: torch.Tensor,
+    g: torch.Tensor,
+    x: torch.Tensor | None = None,
+    x_rows: torch.Tensor | None = None,
+    y: torch.Tensor | None = None,
+    y_rows: torch.Tensor | None = None,
+    multiplied: bool = False,
+    slope: float = 1.0,
 ) -> torch.Tensor:
-    """Return the gradient of `softmax_segments` of its result y, of the gradient g of y."""
-    out = torch.empty_like(y)
-    arrays = [t.numpy() for t in (starts, y, g, out)]
-    _run(summing().softmax_segments_gradient, arrays, len(y), 4 * y[0:1].nbytes)
+    """Return the gradient of the sum or product of which `softmax_segments` made p, from g of p.
+
+    The terms are those of `softmax_segments`; with a slope of 1 none is needed.
+    """
+    out = torch.empty_like(p)
+    logits = _logits(p if x is None else x, x_rows, y, y_rows, multiplied, slope)
+    arrays = [starts.numpy(), p.numpy(), g.numpy(), *logits, out.numpy()]
+    _run(summing().softmax_segments_gradient, arrays, len(p), 4 * p[0:1].nbytes)
     return out
+
+
+_NO_ROWS = np.empty(0, np.int64)
+
+
+def _logits(
+    x: torch.Tensor,
+    x_rows: torch.Tensor | None,
+    y: torch.Tensor | None,
+    y_rows: torch.Tensor | None,
+    multiplied: bool,
+    slope: float,
+) -> list[Any]:
+    """Return what the loops take of logits: empty arrays for what there is not."""
+    return [
+        x.numpy(),
+        _NO_ROWS if x_rows is None else x_rows.numpy(),
+        x[:0].numpy() if y is None else y.numpy(),
+        _NO_ROWS if y_rows is None else y_rows.numpy(),
+        multiplied,
+        slope,
+    ]

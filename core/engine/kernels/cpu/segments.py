@@ -95,8 +95,18 @@ def dot_entries(rows, columns, edges, g, x, out, begin, end):
 
 
 @njit(nogil=True, cache=True)
-def softmax_segments(starts, x, out, begin, end):
-    """Write the softmax of each column of x ``[entries, H]`` within each row's entries."""
+def _logit(x, x_rows, y, y_rows, multiplied, slope, i, h):
+    """Return the value of an entry and head, as `segment_sums.softmax_segments` has it."""
+    value = x[x_rows[i] if x_rows.shape[0] else i, h]
+    if y.shape[0]:
+        other = y[y_rows[i] if y_rows.shape[0] else i, h]
+        value = value * other if multiplied else value + other
+    return value if value > 0 else value * x.dtype.type(slope)
+
+
+@njit(nogil=True, cache=True)
+def softmax_segments(starts, x, x_rows, y, y_rows, multiplied, slope, out, begin, end):
+    """Write the softmax of each column of the logits of entries within each row's entries."""
     heads = x.shape[1]
     first = np.searchsorted(starts[:-1], begin)
     for row in range(first, starts.shape[0] - 1):
@@ -106,13 +116,15 @@ def softmax_segments(starts, x, out, begin, end):
         for h in range(heads):
             if low == high:
                 continue
-            largest = x[low, h]
+            for i in range(low, high):
+                out[i, h] = _logit(x, x_rows, y, y_rows, multiplied, slope, i, h)
+            largest = out[low, h]
             for i in range(low + 1, high):
-                if x[i, h] > largest or x[i, h] != x[i, h]:
-                    largest = x[i, h]
+                if out[i, h] > largest or out[i, h] != out[i, h]:
+                    largest = out[i, h]
             total = x.dtype.type(0)
             for i in range(low, high):
-                value = np.exp(x[i, h] - largest)
+                value = np.exp(out[i, h] - largest)
                 out[i, h] = value
                 total += value
             for i in range(low, high):
@@ -120,16 +132,22 @@ def softmax_segments(starts, x, out, begin, end):
 
 
 @njit(nogil=True, cache=True)
-def softmax_segments_gradient(starts, y, g, out, begin, end):
-    """Write the gradient of `softmax_segments`, of its result y and the gradient g of it."""
-    heads = y.shape[1]
+def softmax_segments_gradient(
+    starts, p, g, x, x_rows, y, y_rows, multiplied, slope, out, begin, end
+):
+    """Write the gradient of the logits before the slope, of the softmax p and its gradient g."""
+    heads = p.shape[1]
     first = np.searchsorted(starts[:-1], begin)
     for row in range(first, starts.shape[0] - 1):
         if starts[row] >= end:
             break
         for h in range(heads):
-            total = y.dtype.type(0)
+            total = p.dtype.type(0)
             for i in range(starts[row], starts[row + 1]):
-                total += y[i, h] * g[i, h]
+                total += p[i, h] * g[i, h]
             for i in range(starts[row], starts[row + 1]):
-                out[i, h] = y[i, h] * (g[i, h] - total)
+                found = p[i, h] * (g[i, h] - total)
+                # A slope keeps signs, unless it is 0: the logit is looked at before it.
+                if slope != 1 and not (_logit(x, x_rows, y, y_rows, multiplied, 1, i, h) > 0):
+                    found *= p.dtype.type(slope)
+                out[i, h] = found

@@ -120,19 +120,43 @@ __device__ __forceinline__ real_t warp_sum(real_t x) {
   return x;
 }
 
+// A value of each entry and head: x, or x and y together, each of the row that an index gives or of the
+// entry itself; where it is not positive times the slope.
+struct Logits {
+  const real_t* x;
+  const i64* x_rows;
+  const real_t* y;
+  const i64* y_rows;
+  bool multiplied;
+  const real_t* slope;
+  int heads;
+};
+__device__ __forceinline__ real_t logit(const Logits& s, i64 entry, int head) {
+  real_t value = s.x[(s.x_rows != nullptr ? s.x_rows[entry] : entry) * s.heads + head];
+  if (s.y != nullptr) {
+    const real_t other = s.y[(s.y_rows != nullptr ? s.y_rows[entry] : entry) * s.heads + head];
+    value = s.multiplied ? value * other : value + other;
+  }
+  return s.slope == nullptr || value > 0 ? value : value * *s.slope;
+}
+
+#define LOGIT_PARAMETERS                                                                                          \
+  const real_t *__restrict__ x, const i64 *__restrict__ x_rows, const real_t *__restrict__ y,                     \
+      const i64 *__restrict__ y_rows, int multiplied, const real_t *__restrict__ slope, int heads
+
 // A warp takes a column of a row's entries.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    softmax_segments(const i64 *__restrict__ starts, i64 rows, const real_t *__restrict__ x, int heads,
-                     real_t *__restrict__ out) {
+    softmax_segments(const i64 *__restrict__ starts, i64 rows, LOGIT_PARAMETERS, real_t *__restrict__ out) {
+  const Logits s = {x, x_rows, y, y_rows, multiplied != 0, slope, heads};
   const int lane = threadIdx.x & 31;
   const i64 warps = (i64)gridDim.x * (THREADS / 32);
   for (i64 mine = ((i64)blockIdx.x * THREADS + threadIdx.x) >> 5; mine < rows * heads; mine += warps) {
     const i64 row = mine / heads, begin = starts[row], end = starts[row + 1];
     const int head = (int)(mine - row * heads);
     if (begin == end) continue;
-    real_t largest = x[begin * heads + head];
+    real_t largest = logit(s, begin, head);
     for (i64 i = begin + lane; i < end; i += 32) {
-      const real_t each = x[i * heads + head];
+      const real_t each = logit(s, i, head);
       largest = each > largest || each != each ? each : largest;
     }
 #pragma unroll
@@ -142,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     real_t sum = 0;
     for (i64 i = begin + lane; i < end; i += 32) {
-      const real_t each = EXP(x[i * heads + head] - largest);
+      const real_t each = EXP(logit(s, i, head) - largest);
       out[i * heads + head] = each;
       sum += each;
     }
@@ -151,20 +175,23 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
+// The gradient of the logits before the slope, from that of the result p; without a slope x is not read.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    softmax_segments_gradient(const i64 *__restrict__ starts, i64 rows, const real_t *__restrict__ y,
-                              const real_t *__restrict__ g, int heads, real_t *__restrict__ out) {
+    softmax_segments_gradient(const i64 *__restrict__ starts, i64 rows, const real_t *__restrict__ p,
+                              const real_t *__restrict__ g, LOGIT_PARAMETERS, real_t *__restrict__ out) {
+  const Logits s = {x, x_rows, y, y_rows, multiplied != 0, slope, heads};
   const int lane = threadIdx.x & 31;
   const i64 warps = (i64)gridDim.x * (THREADS / 32);
   for (i64 mine = ((i64)blockIdx.x * THREADS + threadIdx.x) >> 5; mine < rows * heads; mine += warps) {
     const i64 row = mine / heads, begin = starts[row], end = starts[row + 1];
     const int head = (int)(mine - row * heads);
     real_t sum = 0;
-    for (i64 i = begin + lane; i < end; i += 32) sum += y[i * heads + head] * g[i * heads + head];
+    for (i64 i = begin + lane; i < end; i += 32) sum += p[i * heads + head] * g[i * heads + head];
     sum = warp_sum(sum);
     for (i64 i = begin + lane; i < end; i += 32) {
       const i64 at = i * heads + head;
-      out[at] = y[at] * (g[at] - sum);
+      const real_t found = p[at] * (g[at] - sum);
+      out[at] = slope == nullptr || logit(s, i, head) > 0 ? found : found * *slope;
     }
   }
 }

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -70,7 +73,8 @@ class TypedTiles:
     tiles : torch.Tensor
         int64 ``[tiles, 3]``: type, first row, and the end of the type's rows.
     chunks : torch.Tensor
-        int64 ``[chunks, 2]``: first and last tile of each, of one type.
+        int64 ``[chunks, 2]``: first and last tile of each, of one type. Where no type has more
+        than one, each has one, of no tile for a type without rows.
     chunk_starts : torch.Tensor
         int64 ``[types + 1]``: the first chunk of each type.
     """
@@ -85,15 +89,21 @@ class TypedTiles:
         ends = torch.tensor(bounds, dtype=torch.int64)
         kinds, begins, first_tile = _cut(ends, TILE_ROWS)
         tiles = torch.stack([kinds, begins, ends[1:][kinds]], 1)
-        of_chunk, chunk_begins, chunk_starts = _cut(first_tile, CHUNK_TILES)
+        least = int(bool((first_tile.diff() <= CHUNK_TILES).all()))
+        of_chunk, chunk_begins, chunk_starts = _cut(first_tile, CHUNK_TILES, least)
         last = torch.minimum(chunk_begins + CHUNK_TILES, first_tile[1:][of_chunk])
         chunks = torch.stack([chunk_begins, last], 1)
         return cls(tiles.to(device), chunks.to(device), chunk_starts.to(device))
 
 
-def _cut(ends: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cut ranges into pieces of `size`; return range and begin of each, and each range's first."""
-    counts = -(-ends.diff() // size)
+def _cut(
+    ends: torch.Tensor, size: int, least: int = 0
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cut ranges into pieces of `size`; return range and begin of each, and each range's first.
+
+    A range has at least so many pieces.
+    """
+    counts = (-(-ends.diff() // size)).clamp(min=least)
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     kinds = torch.arange(len(counts)).repeat_interleave(counts)
     place = torch.arange(len(kinds)) - starts[kinds]
@@ -226,10 +236,118 @@ class TypedGemmKernels:
             values: dict[str, Value] = {"chunk_tiles": tiles.chunks, "g": g, "out": parts}
             values["g_stride"] = g.stride(0)
             self._start(MultiplyGradient, grid, RowSource(x, depth, index), tiles, width, values)
-        flat = parts.view(n_chunks, depth * width)
-        starts = tiles.chunk_starts
-        summed = torch.segment_reduce(flat, "sum", offsets=starts, axis=0, unsafe=True, initial=0)
-        return summed.view(-1, depth, width).to(g.dtype)
+        return _total(parts, tiles).to(g.dtype)
+
+    def prepare_product(
+        self,
+        tiles: TypedTiles,
+        n_rows: int,
+        shape: tuple[int, ...],
+        width: int,
+        dtype: torch.dtype,
+        index: torch.Tensor | None = None,
+    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Return `product` of plain rows as ``run(x, weight)``: all but addresses is bound once.
+
+        Parameters
+        ----------
+        tiles, index
+            As for `product`.
+        n_rows : int
+            Rows of the result.
+        shape : tuple of int
+            Of a row of x: ``[K]``, or ``[H, K]`` with weights ``[types, H, K, M]``.
+        width : int
+            M.
+        dtype : torch.dtype
+            Of x, weight and result.
+        """
+        *heads, depth = shape
+        n, of_result = math.prod(heads), (n_rows, *heads, width)
+        n_tiles, device, size = tiles.tiles.shape[0], tiles.tiles.device, dtype.itemsize
+        start = None
+        if n_tiles and math.prod(of_result):
+            grid = min(n_tiles, self._runner.multiprocessors * BLOCKS)
+            fixed: dict[str, Value] = {
+                "n_tiles": n_tiles, "weight_stride": n * depth * width, "scatter": None,
+                "scale": None, "out_stride": n * width,
+            }  # fmt: skip
+            start = self._bound(MultiplyRows, grid, tiles, n, depth, width, dtype, index, fixed)
+
+        def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            out = torch.empty(of_result, dtype=dtype, device=device)
+            if start is not None:
+                x, weight = x.contiguous(), weight.contiguous()
+                x_at, weight_at, out_at = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+                for _ in range(n):
+                    start(x_at, weight_at, out_at)
+                    x_at += depth * size
+                    weight_at += depth * width * size
+                    out_at += width * size
+            return out
+
+        return run
+
+    def prepare_gradient(
+        self,
+        tiles: TypedTiles,
+        shape: tuple[int, ...],
+        width: int,
+        dtype: torch.dtype,
+        index: torch.Tensor | None = None,
+    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
+        """Return `gradient` of plain rows as ``run(x, g)``, as `prepare_product` does."""
+        *heads, depth = shape
+        n, of_parts = math.prod(heads), (tiles.chunks.shape[0], depth, width)
+        device, size = tiles.tiles.device, dtype.itemsize
+        of_result = (*heads, *of_parts)
+        start = None
+        if math.prod(of_result):
+            grid = (of_parts[0], ceil_div(depth, GRADIENT_DEPTH), ceil_div(width, TILE_COLUMNS))
+            fixed: dict[str, Value] = {"chunk_tiles": tiles.chunks, "g_stride": n * width}
+            start = self._bound(MultiplyGradient, grid, tiles, n, depth, width, dtype, index, fixed)
+        part_bytes = 4 * math.prod(of_parts)
+
+        def run(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+            parts = torch.empty(of_result, dtype=torch.float32, device=device)
+            if start is not None:
+                x, g = x.contiguous(), g.contiguous()
+                x_at, g_at, part_at = x.data_ptr(), g.data_ptr(), parts.data_ptr()
+                for _ in range(n):
+                    start(x_at, g_at, part_at)
+                    x_at += depth * size
+                    g_at += width * size
+                    part_at += part_bytes
+            found = _total(parts.transpose(0, 1) if heads else parts, tiles)
+            return found if dtype is torch.float32 else found.to(dtype)
+
+        return run
+
+    def _bound(
+        self,
+        parameters: type[Parameters],
+        grid: int | tuple[int, int, int],
+        tiles: TypedTiles,
+        heads: int,
+        depth: int,
+        width: int,
+        dtype: torch.dtype,
+        index: torch.Tensor | None,
+        fixed: dict[str, Value],
+    ) -> Callable[..., None]:
+        """Return a kernel for plain rows of heads, to be started with the addresses of tensors."""
+        rows = torch.empty(1, heads * depth, dtype=dtype, device="meta")
+        source = RowSource(rows, depth, index)
+        common: dict[str, Value] = {
+            "mailbox": self._runner.mailbox,
+            "tiles": tiles.tiles,
+            "width": width,
+        }
+        values = {**source.values, **common, **fixed}
+        del values["words"]  # the address of x
+        memory = source.memory.shared_bytes
+        launch = self._runner.bind(source.variant, parameters, THREADS, memory, **values)
+        return functools.partial(launch, grid)
 
     def _start(
         self,
@@ -253,3 +371,15 @@ class TypedGemmKernels:
             "width": width,
         }
         launch(grid, *in_order(parameters, {**source.values, **common, **values}))
+
+
+def _total(parts: torch.Tensor, tiles: TypedTiles) -> torch.Tensor:
+    """Return the gradients ``[types, ...]`` of which chunks have parts ``[chunks, ...]``."""
+    types = len(tiles.chunk_starts) - 1
+    if len(parts) == types:  # each has one
+        return parts
+    flat = parts.reshape(len(parts), -1)
+    summed = torch.segment_reduce(
+        flat, "sum", offsets=tiles.chunk_starts, axis=0, unsafe=True, initial=0
+    )
+    return summed.view(types, *parts.shape[1:])
