@@ -131,15 +131,16 @@ def relational_grad(
 
 @relational_grad.register_fake
 def _(gradients: Any, inputs: Any, *rest: Any) -> list[torch.Tensor]:
-    return [torch.empty_like(x) for x in inputs]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in inputs]
 
 
 def _apart(results: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return results of which none shares memory with another, or with what an operator got."""
+    """Return contiguous results, none of which shares memory with another or with what is given."""
     seen = {t.untyped_storage().data_ptr() for t in given}
     apart = []
     for t in results:
-        alone = t.clone() if t.untyped_storage().data_ptr() in seen else t
+        shared = t.untyped_storage().data_ptr() in seen
+        alone = t.clone(memory_format=torch.contiguous_format) if shared else t.contiguous()
         seen.add(alone.untyped_storage().data_ptr())
         apart.append(alone)
     return apart

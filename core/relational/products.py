@@ -1,14 +1,14 @@
 """The GEMM template: rows times the weight of their relation, and the gradients of weights.
 
 What runs where no kernel is bound (`kernel_steps`). On a CPU matrices of one column or one row are
-multiplied by the loops of the traversal template. Packed rows are rebuilt by the kernels of a GPU;
-those that they do not take, and those on a CPU, are decoded block by block.
+multiplied by the loops of the traversal template. Packed rows are the kernels' on a GPU
+(`packed_products`); those that they do not take, and those on a CPU, are decoded block by block.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from ..engine.kernels.cpu import typed_products
 from ..engine.kernels.cpu.typed_products import BLOCK_ROWS
 from .graph import RelationalGraph, length_of_batch
 from .kernel_steps import tiles_of
+from .packed_products import PackedProducts
 from .steps import Step
 
 if TYPE_CHECKING:
@@ -103,6 +104,7 @@ class Products:
 
     def __init__(self, graph: RelationalGraph, kernels: CudaKernels | None, loops: Any) -> None:
         self.graph, self.kernels, self.loops = graph, kernels, loops
+        self.packed = None if kernels is None else PackedProducts(graph.device, kernels)
 
     def typed_linear(
         self, step: Step, x: Any, weight: torch.Tensor, index: torch.Tensor | None = None
@@ -151,13 +153,15 @@ class Products:
     ) -> torch.Tensor:
         out = weight.new_empty(bounds[-1], *step.shape)
 
-        def multiply(source: Any) -> None:
+        def multiply(source: Any, rows: torch.Tensor | None) -> None:
             assert self.kernels is not None
             tiles = tiles_of(self.graph, space, bounds)
-            self.kernels.typed.product(source, weight.contiguous(), tiles, out, index=index)
+            self.kernels.typed.product(source, weight.contiguous(), tiles, out, index=rows)
 
-        if x.dtype is weight.dtype and self._rebuilt(x, weight.shape[-2], multiply):
-            return out
+        if self.packed is not None and x.dtype is weight.dtype and not isinstance(x, torch.Tensor):
+            what = f"product by {list(weight.shape)}"
+            if self.packed.run(x, weight.shape[-2], index, what, multiply):
+                return out
         if 1 in weight.shape[-2:] and self._loops_take(x, weight):
             by_loops = self._dots if weight.shape[-1] == 1 else self._multiples
             return by_loops(space, x, weight, step, index)
@@ -235,14 +239,16 @@ class Products:
         depth, relations = step.shape[-2], len(bounds) - 1
         found: list[torch.Tensor] = []
 
-        def multiply(source: Any) -> None:
+        def multiply(source: Any, rows: torch.Tensor | None) -> None:
             assert self.kernels is not None
             tiles = tiles_of(self.graph, space, bounds)
-            product = self.kernels.typed.gradient(source, g.contiguous(), tiles, depth, index=index)
-            found.append(product)
+            product = self.kernels.typed.gradient(source, g.contiguous(), tiles, depth, index=rows)
+            found[:] = [product]
 
-        if x.dtype is g.dtype and self._rebuilt(x, depth, multiply):
-            return found[0]
+        if self.packed is not None and x.dtype is g.dtype and not isinstance(x, torch.Tensor):
+            what = f"gradient of {[relations, depth, *g.shape[1:]]}"
+            if self.packed.run(x, depth, index, what, multiply):
+                return found[0]
         if g.shape[-1] == 1 and self._loops_take(x, g):
             return self._weighted_rows(bounds, x, g, step, index)
         padding = self._padded(space, bounds, x)
@@ -253,16 +259,6 @@ class Products:
         out = g.new_zeros(relations, *heads, depth, g.shape[-1])
         typed_products.multiply_gradient(x, g, bounds, out, index=index)
         return out
-
-    def _rebuilt(self, x: Any, depth: int, multiply: Callable[[Any], None]) -> bool:
-        """Call `multiply` with packed rows that kernels rebuild; return False where they do not."""
-        if self.kernels is None or isinstance(x, torch.Tensor):
-            return False
-        with x.read_by_products(self.graph.device) as source:
-            taken = source is not None and self.kernels.typed.takes(source, depth)
-            if taken:
-                multiply(source)
-        return taken
 
     def _padded(self, space: str, bounds: Sequence[int], x: Any) -> Padding | None:
         """Return how relations are padded to one length, or None where each is multiplied alone."""

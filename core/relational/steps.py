@@ -147,7 +147,8 @@ class Steps:
     def plus(self, x: Step, y: Step) -> Step:
         """Return a sum of rows; of a product with a shared weight it is one operator."""
         for rest, product in ((x, y), (y, x)):
-            plain = product.op == "linear" and product.args[0].op != "packed"
+            of_rows = product.op == "linear" and product.space != "shared"
+            plain = of_rows and product.args[0].op != "packed"
             if plain and rest.shape == product.shape and rest.space == product.space:
                 return self.make("linear_add", (rest, *product.args), rest.space, rest.shape)
         return self.elementwise("add", (x, y))

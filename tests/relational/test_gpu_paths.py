@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import bitslab
+from bitslab.engine.advisor import FusedTimes
 from bitslab.engine.kernels.typed_products import PackedRows
 from bitslab.errors import IndexRangeError
-from bitslab.relational import Passes, RelationalGraph, execute, graph
+from bitslab.relational import Passes, RelationalGraph, execute, graph, packed_products
 from tests.relational.oracle import evaluate, random_graph
 from tests.relational.programs import PROGRAMS, inputs_of, rgat, rgcn
 from tests.relational.test_program import values_and_gradients
@@ -93,39 +94,94 @@ def opened(kind, x):
     return cache, table
 
 
+class PackedLayer:
+    """A layer of packed rows, as of a table that a GPU reads: the product's device is no CPU."""
+
+    def __init__(self, kind, monkeypatch):
+        self.graph = random_graph(0, 40, 40, 200, 3)
+        draw = torch.Generator().manual_seed(0)
+        self.x = torch.randn(40, 32, generator=draw).bfloat16().float()
+        self.others = [torch.randn(3, 32, 6, generator=draw), torch.randn(32, 6, generator=draw)]
+        self.norm = torch.rand(200, generator=draw)
+        self.packed, table = opened(kind, self.x)
+        rows = table._gathers._rows
+        self.gathers = 0
+        monkeypatch.setattr(packed_products, "LEAST_ENTRIES", 0.1)  # few rows are cached here
+
+        def for_products(device, cache):
+            cached = None if cache is None else cache.storage(torch.device("cpu"))
+            return PackedRows(rows.storage(), rows.kernels.layout, table.dtype, cached)
+
+        gather_with, plain = table.gather_with, type(self.packed).read_by_products
+
+        def counted(*args, **options):
+            self.gathers += 1
+            return gather_with(*args, **options)
+
+        monkeypatch.setattr(table._gathers, "for_products", for_products)
+        monkeypatch.setattr(table._lock, "mark_gpu_read", lambda device: None)
+        monkeypatch.setattr(table, "gather_with", counted)
+        monkeypatch.setattr(
+            type(self.packed),
+            "read_by_products",
+            lambda self, device: plain(self, torch.device("meta")),
+        )
+        monkeypatch.setattr(
+            bitslab.CompressedFeature, "_cache_for", lambda feature, device: feature.cache
+        )
+
+    def run(self, given):
+        """Return the outputs and the gradients of weights."""
+        leaves = [t.clone().requires_grad_() for t in self.others]
+        out = rgcn.compile(Passes(sides=False))(self.graph, given, *leaves, self.norm)
+        return out, *torch.autograd.grad(out.square().sum(), leaves)
+
+    def check(self):
+        for a, b in zip(self.run(self.x), self.run(self.packed), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+
+
+def times(fused_s, decoded_s):
+    """Return what measures nothing, but runs both."""
+
+    def fused_times(name, rows, device, prepare):
+        for work in prepare(rows):
+            work()
+        return FusedTimes(fused_s, decoded_s)
+
+    return fused_times
+
+
 @pytest.mark.parametrize("kind", ["table", "feature", "cache"])
 def test_packed_rows_are_rebuilt_in_the_product(kind, kernels, monkeypatch):
-    made = random_graph(0, 40, 40, 200, 3)
-    draw = torch.Generator().manual_seed(0)
-    x = torch.randn(40, 32, generator=draw).bfloat16().float()
-    weight, root = torch.randn(3, 32, 6, generator=draw), torch.randn(32, 6, generator=draw)
-    norm = torch.rand(200, generator=draw)
-    packed, table = opened(kind, x)
-    rows = table._gathers._rows
-
-    def for_products(device, cache):
-        cached = None if cache is None else cache.storage(torch.device("cpu"))
-        return PackedRows(rows.storage(), rows.kernels.layout, table.dtype, cached)
-
-    # As of a table that a GPU reads: the product's device is no CPU.
-    monkeypatch.setattr(table._gathers, "for_products", for_products)
-    monkeypatch.setattr(table._lock, "mark_gpu_read", lambda device: None)
-    monkeypatch.setattr(type(table), "gather_with", None)
-    plain = type(packed).read_by_products
-    monkeypatch.setattr(
-        type(packed), "read_by_products", lambda self, device: plain(self, torch.device("meta"))
-    )
-    monkeypatch.setattr(
-        bitslab.CompressedFeature, "_cache_for", lambda feature, device: feature.cache
-    )
-    results = []
-    for given in (x, packed):
-        leaves = [t.clone().requires_grad_() for t in (weight, root, norm)]
-        out = rgcn.compile(Passes(sides=False))(made, given, *leaves)
-        results.append((out, *torch.autograd.grad(out.square().sum(), leaves[:2])))
+    layer = PackedLayer(kind, monkeypatch)
+    monkeypatch.setattr(packed_products, "fused_times", times(1.0, 2.0))
+    layer.check()
     assert {v.name for v, _ in kernels.launched if v.name.startswith("typed_gemm-4B")}
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+    if kind == "table":
+        assert not layer.gathers
+    before = layer.gathers
+    layer.run(layer.packed)
+    if kind != "table":  # another plan: measured once for each of three products
+        assert layer.gathers - before == before
+
+
+@pytest.mark.parametrize("kind", ["feature", "cache"])
+def test_cached_rows_are_gathered_first_where_that_was_faster(kind, kernels, monkeypatch):
+    layer = PackedLayer(kind, monkeypatch)
+    monkeypatch.setattr(packed_products, "fused_times", times(2.0, 1.0))
+    layer.check()
+    program, leaves = rgcn.compile(Passes(sides=False)), [*layer.others, layer.norm]
+    expected = program(layer.graph, layer.packed, *leaves)
+    launches, gathers = len(kernels.launched), layer.gathers
+    assert torch.equal(program(layer.graph, layer.packed, *leaves), expected)
+    assert layer.gathers == gathers + 2
+    again = kernels.launched[launches:]
+    assert not [v.name for v, _ in again if v.name.startswith("typed_gemm-4B")]
+    monkeypatch.setattr(packed_products, "MAX_GATHERED_BYTES", 0)  # no room for raw rows
+    plain = rgcn.compile(Passes(sides=False))(layer.graph, layer.packed, *leaves)
+    assert torch.equal(plain, expected)
+    assert layer.gathers == gathers + 2
 
 
 def test_rows_that_kernels_do_not_take_are_decoded_in_blocks(kernels):

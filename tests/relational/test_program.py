@@ -197,6 +197,19 @@ def test_the_product_of_a_dot_moves_to_the_side_with_fewer_pairs():
     assert side_of(3, 1000) == {"pair_src", "dst"}
 
 
+@pytest.mark.parametrize("passes", [Passes(), Passes(fuse=False)], ids=["fused", "not-fused"])
+def test_tensors_that_all_rows_share_are_added(passes):
+    @rel.program
+    def biased(g, x, bias, row, weight):
+        return g.dst(x) + (rel.shared(bias) + rel.shared(row) @ weight)
+
+    graph, draw = random_graph(5, 6, 6, 10, 2), torch.Generator().manual_seed(0)
+    x, bias, row = (torch.randn(s, generator=draw) for s in ((6, 3), (3,), (4,)))
+    weight = torch.randn(4, 3, generator=draw)
+    found = biased.compile(passes)(graph, x, bias, row, weight)
+    torch.testing.assert_close(found, x + (bias + row @ weight))
+
+
 def test_attention_of_one_head_is_summed_by_sides():
     src, kinds = torch.arange(300), torch.zeros(300, dtype=torch.long)
     graph = rel.RelationalGraph(torch.stack([src, src % 2]), kinds, 300, 1)

@@ -94,10 +94,25 @@ def test_gradients_of_many_tiles_are_sums_of_chunks(monkeypatch):
     bounds = [0, 170, 170, 200]
     x, g = values(200, 8, dtype=torch.float32), values(200, 4, dtype=torch.float32, seed=1)
     tiles = TypedTiles.of(bounds, torch.device("cpu"))
-    assert tiles.chunk_starts.tolist() == [0, 3, 3, 4]
-    assert tiles.chunks.tolist() == [[0, 2], [2, 4], [4, 6], [6, 7]]
+    assert tiles.chunk_starts.tolist() == [0, 3, 4, 5]
+    assert tiles.chunks.tolist() == [[0, 2], [2, 4], [4, 6], [6, 6], [6, 7]]
     found = TypedGemmKernels(SimtRunner()).gradient(x, g, tiles, 8)
     close(found, gradient_reference(x, g, bounds), torch.float32)
+
+
+@pytest.mark.parametrize("bounds", [[0, 128, 128], [0, 70, 140, 140, 140], [0, 0, 90, 90]], ids=str)
+@pytest.mark.parametrize("heads", [(), (3,)], ids=str)
+def test_gradients_of_as_many_chunks_as_types_with_rows_are_sums(heads, bounds, monkeypatch):
+    """Types without rows make up for the further chunks of long ones, in number alone."""
+    monkeypatch.setattr("bitslab.engine.kernels.cuda.typed_gemm.CHUNK_TILES", 2)
+    tiles, n = TypedTiles.of(bounds, torch.device("cpu")), bounds[-1]
+    x, g = values(n, *heads, 8, dtype=torch.float32), values(n, *heads, 4, dtype=torch.float32)
+    kernels = TypedGemmKernels(SimtRunner())
+    found = kernels.prepare_gradient(tiles, (*heads, 8), 4, torch.float32, None)(x, g)
+    assert found.is_contiguous()
+    parts = [(x, g, found)] if not heads else [(x[:, h], g[:, h], found[:, h]) for h in range(3)]
+    for rows, gradients, of_types in parts:
+        close(of_types, gradient_reference(rows, gradients, bounds), torch.float32)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -392,8 +392,10 @@ def own_stream(device: torch.device) -> Iterator[None]:
     torch.cuda.current_stream(device).synchronize()
     lane = StreamLane(device)
     with torch.cuda.device(device), lane.on():
-        yield
-        lane.synchronize()
+        try:
+            yield
+        finally:  # memory of the caller's stream may be freed now
+            lane.synchronize()
 
 
 def stream_seconds(work: Callable[..., object], *args: Any) -> float:

@@ -73,8 +73,8 @@ class TypedTiles:
     tiles : torch.Tensor
         int64 ``[tiles, 3]``: type, first row, and the end of the type's rows.
     chunks : torch.Tensor
-        int64 ``[chunks, 2]``: first and last tile of each, of one type. Where no type has more
-        than one, each has one, of no tile for a type without rows.
+        int64 ``[chunks, 2]``: first tile of each, all of one type, and the end of its tiles. Each
+        type has one or more; one without rows has one of no tile.
     chunk_starts : torch.Tensor
         int64 ``[types + 1]``: the first chunk of each type.
     """
@@ -87,17 +87,16 @@ class TypedTiles:
     def of(cls, bounds: list[int], device: torch.device) -> TypedTiles:
         """Return the tiles of types whose rows begin at `bounds`, which has their end too."""
         ends = torch.tensor(bounds, dtype=torch.int64)
-        kinds, begins, first_tile = _cut(ends, TILE_ROWS)
+        kinds, begins, first_tile = _cut(ends, TILE_ROWS, least=0)
         tiles = torch.stack([kinds, begins, ends[1:][kinds]], 1)
-        least = int(bool((first_tile.diff() <= CHUNK_TILES).all()))
-        of_chunk, chunk_begins, chunk_starts = _cut(first_tile, CHUNK_TILES, least)
+        of_chunk, chunk_begins, chunk_starts = _cut(first_tile, CHUNK_TILES, least=1)
         last = torch.minimum(chunk_begins + CHUNK_TILES, first_tile[1:][of_chunk])
         chunks = torch.stack([chunk_begins, last], 1)
         return cls(tiles.to(device), chunks.to(device), chunk_starts.to(device))
 
 
 def _cut(
-    ends: torch.Tensor, size: int, least: int = 0
+    ends: torch.Tensor, size: int, least: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Cut ranges into pieces of `size`; return range and begin of each, and each range's first.
 
@@ -376,8 +375,8 @@ class TypedGemmKernels:
 def _total(parts: torch.Tensor, tiles: TypedTiles) -> torch.Tensor:
     """Return the gradients ``[types, ...]`` of which chunks have parts ``[chunks, ...]``."""
     types = len(tiles.chunk_starts) - 1
-    if len(parts) == types:  # each has one
-        return parts
+    if len(parts) == types:  # each has one, as none has fewer
+        return parts.contiguous()
     flat = parts.reshape(len(parts), -1)
     summed = torch.segment_reduce(
         flat, "sum", offsets=tiles.chunk_starts, axis=0, unsafe=True, initial=0
