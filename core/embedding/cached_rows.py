@@ -179,13 +179,15 @@ class CachedRows(CacheState):
         if isinstance(weight, torch.Tensor):
             weight = weight.detach()
         device = device_or_default(options.get("device"))
-        table, notes = packed_table(weight, layout, codec, pin, device, progress)
+        trains = options.get("trainable", True) and options.get("cache", "rows") == "rows"
+        slots = options.get("cache_rows") if trains else None
+        table, notes = packed_table(weight, layout, codec, pin, device, progress, slots)
         try:
             made = cls(table, **options)
         except BaseException:
             table.close()
             raise
-        made.row_store.codec, made.row_store.pin, made.row_store.notes = codec, pin, notes
+        made.row_store.packed_as(codec, pin, notes, slots)
         return made
 
     # Attributes

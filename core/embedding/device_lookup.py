@@ -224,11 +224,11 @@ def _with_room(
                 has_state=len(states) > 0,
             )
         found = rows.device_slots
-        needed = found.slots_needed(n_ids, oldest)
-        enough = needed <= found.n_slots
+        needed, n_slots = found.slots_needed(n_ids, oldest), found.n_slots
+        enough = needed <= n_slots
         if not enough:
             wanted.slots = min(max(wanted.slots, int(MORE * needed)), len(rows))
-        if wanted.slots > found.n_slots and not training.in_use:  # else gradients have its shape
+        if wanted.slots > n_slots and not training.in_use:  # else gradients have its shape
             _widen(rows, found, wanted.slots)
             enough = True
         return found if enough else None

@@ -220,6 +220,7 @@ class DeviceSlots:
         self.held_from: int | None = None
         # Of batches whose rows may have to remain: number and ids.
         self._batches: deque[tuple[int, int]] = deque()
+        self._held_rows = 0  # ids of all of them
         # Slots int64 [n] that the next lookup is to mark as changed, and with which step.
         self._marked: torch.Tensor | None = None
         self._mark = 0
@@ -241,10 +242,10 @@ class DeviceSlots:
     def slots_needed(self, n_ids: int, oldest: int | None) -> int:
         """Return how many slots a lookup needs so that rows of batches from `oldest` on remain."""
         while self._batches and (oldest is None or self._batches[0][0] < oldest):
-            self._forgotten = self._batches.popleft()[0]
-        held = sum(n for _, n in self._batches)
+            self._forgotten, forgotten_rows = self._batches.popleft()
+            self._held_rows -= forgotten_rows
         # One remains empty: a gradient changed by hand is not zero there.
-        return min(self._pinned_rows + held + n_ids + 1, self._slots.n_rows)
+        return min(self._pinned_rows + self._held_rows + n_ids + 1, self._slots.n_rows)
 
     def widened(self, more: int) -> SlotColumns:
         """Return columns with `more` empty slots appended; see `install`."""
@@ -332,6 +333,7 @@ class DeviceSlots:
         if self._wanted.shape[0] < n:
             self._make_room_for(n)
         wanted, victims, leaving = self._wanted, self._victims, self._leaving
+        self._held_rows += n
         self._batches.append((number, n))
         counting = self._evict if uses else BY_ORDER
         oldest = number if oldest is None else oldest
@@ -391,6 +393,7 @@ class DeviceSlots:
         if number <= self._forgotten:
             # A second backward pass of a lookup whose rows have not left.
             number = self._number
+            self._held_rows += slots.shape[0]
             self._batches.append((number, slots.shape[0]))
             self._columns.seen.index_fill_(0, slots, number)
         self.holding = True

@@ -13,6 +13,7 @@ from ..errors import BitslabError
 from .device_slots import DeviceSlots
 from .gradients import (
     Array,
+    BackwardPass,
     PinnedLookup,
     given_slots,
     on_device_of,
@@ -138,7 +139,7 @@ class GradientWatch:
             this = rows.training.pass_under_way
             # Without one, no lookup has made the gradient.
             if _accumulates(rows.parameter) if this is None else this.accumulates:
-                rows.training.gradients.before_backward(grad)
+                rows.training.gradients.before_backward(grad, this)
 
         def after_accumulation(parameter: torch.Tensor) -> None:
             rows = owner()
@@ -160,15 +161,18 @@ class GradientWatch:
         hooks = self._rows.parameter._backward_hooks or ()
         return len(hooks) > (ours in hooks)
 
-    def before_backward(self, grad: torch.Tensor | None = None) -> None:
+    def before_backward(
+        self, grad: torch.Tensor | None = None, this: BackwardPass | None = None
+    ) -> None:
         """Record whether others have changed the gradient before a pass adds to it.
 
         Parameters
         ----------
         grad : torch.Tensor, optional
             The sum that autograd is about to add; lookups alone must have made it.
+        this : BackwardPass, optional
+            The pass, where it is under way.
         """
-        this = self._rows.training.pass_under_way
         if this is not None and this.has_several:
             # By what the GPU knows of held rows: see `check`.
             self._shares = self._unseen = True

@@ -179,7 +179,7 @@ class RowExchange:
             exchange(arrays, slots, leaving, wanted, coming, units)
             if coming.is_cuda:
                 self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                self._sent.record()
+                self._sent.record(torch.cuda.current_stream(coming.device))
         except BaseException:
             if not bool(coming[1]):  # which waits for all of this
                 self._waiting = 0

@@ -121,7 +121,9 @@ class Gradients(Protocol):
         """Read from the GPU which slots have got other rows."""
         ...
 
-    def before_backward(self, grad: torch.Tensor | None = None) -> None:
+    def before_backward(
+        self, grad: torch.Tensor | None = None, this: BackwardPass | None = None
+    ) -> None:
         """Record whether others have changed the gradient."""
         ...
 

@@ -25,6 +25,9 @@ TIDY_SHARE = REPACK_SHARE / 4
 REPACK_BYTES = 1 << 20
 #: and this share of its rows was written since, or packing would take longer than training.
 REWRITTEN_SHARE = 0.25
+#: Rows that a GPU trains are kept raw unless packing makes them smaller by this factor: raw ones
+#: cross the link both ways at once, and take no second place when they outgrow the first.
+LEAST_TRAINED_RATIO = 2.0
 #: Slabs are filled again when this share of their rows has changed, which they do not hold then.
 REFILL_SHARE = 0.25
 PIECE_ROWS = 1 << 16
@@ -49,6 +52,8 @@ class RowStore:
         int64, rows for the slab, the hottest first.
     notes : sequence of str
         Remarks on how they were packed, for `stats`.
+    trained_slots : int, optional
+        As in `packed_table`.
     """
 
     def __init__(
@@ -60,6 +65,7 @@ class RowStore:
         pin: bool,
         hot: Array,
         notes: Sequence[str] = (),
+        trained_slots: int | None = None,
     ) -> None:
         self.table = table
         self.device = device
@@ -68,6 +74,7 @@ class RowStore:
         self.pin = pin
         self.hot = hot
         self.notes = notes
+        self.trained_slots = trained_slots
         self.slabs: SlabCache | None = None
         self.prefetched: Prefetched | None = None
         #: Counts calls that changed rows.
@@ -78,9 +85,16 @@ class RowStore:
         if len(hot):
             self.fill(hot)
 
+    def packed_as(
+        self, codec: str | RowCodec, pin: bool, notes: Sequence[str], trained_slots: int | None
+    ) -> None:
+        """Record how the rows were packed: arguments and remarks of `packed_table`."""
+        self.codec, self.pin, self.notes = codec, pin, notes
+        self.trained_slots = trained_slots
+
     def description(self) -> dict[str, Any]:
         """Return the arguments that make another one, but for the device."""
-        names = ("table", "packed_rows", "codec", "pin", "hot", "notes")
+        names = ("table", "packed_rows", "codec", "pin", "hot", "notes", "trained_slots")
         return {name: getattr(self, name) for name in names}
 
     # To the device
@@ -182,7 +196,8 @@ class RowStore:
 
     def replace(self, batches: Iterable[torch.Tensor]) -> None:
         """Pack all rows again from batches, in order."""
-        fresh, notes = packed_table(batches, self.table.layout, self.codec, self.pin, self.device)
+        how = self.table.layout, self.codec, self.pin, self.device, None, self.trained_slots
+        fresh, notes = packed_table(batches, *how)
         old, self.table = self.table, fresh
         self.notes = notes
         self.changes += 1
@@ -208,8 +223,9 @@ def packed_table(
     pin: bool,
     device: torch.device,
     progress: ProgressFunction | bool | None = None,
+    trained_slots: int | None = None,
 ) -> tuple[CompressedTable, list[str]]:
-    """Return a table of rows, and remarks; raw where a GPU would fetch packed rows more slowly.
+    """Return a table of rows, and remarks; raw where a GPU would be slower with packed rows.
 
     Parameters
     ----------
@@ -217,14 +233,22 @@ def packed_table(
         As in `CompressedTable.from_tensor`. Only with ``codec="auto"`` there is a choice.
     device : torch.device
         Where the rows are wanted.
+    trained_slots : int, optional
+        Rows that are there at a time, to be trained; None where none are trained. Fewer than all
+        come and go all the time.
     """
     table = CompressedTable.from_tensor(rows, layout, codec, pin, progress=progress)
-    chosen = codec == "auto" and not table.codec.keeps_raw and device.type == "cuda"
-    if not chosen or table.advice(device).packed:
+    if codec != "auto" or table.codec.keeps_raw or device.type != "cuda":
+        return table, []
+    comes_and_goes = trained_slots is not None and trained_slots != len(table)
+    if comes_and_goes and table.ratio < LEAST_TRAINED_RATIO:
+        why = f"packed {table.ratio:.2f}x, rows would be trained on {device} more slowly"
+    elif not table.advice(device).packed:
+        why = f"packed rows would reach {device} more slowly"
+    else:
         return table, []
     with table:
         pieces = range(0, len(table), PIECE_ROWS)
         batches = (table.decoded(at, min(at + PIECE_ROWS, len(table))) for at in pieces)
         raw = CompressedTable.from_tensor(batches, layout, "raw", pin, progress=False)
-    note = f"kept raw: packed rows would reach {device} more slowly; codec='ibp' packs anyway"
-    return raw, [note]
+    return raw, [f"kept raw: {why}; codec='ibp' packs anyway"]

@@ -181,12 +181,13 @@ class Training:
             self._check_resident(lookup)
             rows.watch.check()
             self.gradients.check_cleared("backward")
-            collects = self._collects(this, shape)
+            collects = self._collects(rows, this, shape)
             if collects and lookup.on_device is not None:
                 take_back(rows)  # gradients are summed here by id
             kept: torch.Tensor | None
             if grad.is_sparse:
-                if slots is None and not collects and not self._on_host:
+                on_host = rows.device_slots is None and rows.device.type == "cpu"
+                if slots is None and not collects and not on_host:
                     kept = grad
                 else:
                     kept = self._on_sparse_gradient(
@@ -272,11 +273,15 @@ class Training:
                 "pass and step; look them up again"
             )
 
-    def _collects(self, this: BackwardPass, shape: torch.Size) -> bool:
+    def _collects(self, rows: CacheState, this: BackwardPass, shape: torch.Size) -> bool:
         """Return whether a pass sums gradients here: autograd could not, or in another order."""
-        if this.taken or shape != self._rows.parameter.shape:
+        if this.taken or shape != rows.parameter.shape:
             return True
-        return this.accumulates and any(lookup.bypassed for lookup in self.live)
+        for ref in self._live if this.accumulates else ():
+            lookup = ref()
+            if lookup is not None and lookup.on_device is None and lookup.bypassed:
+                return True
+        return False
 
     def _collect(
         self,
@@ -480,13 +485,14 @@ class Training:
         """Release pending lookups if a step has applied their gradients, or they were dropped."""
         rows = self._rows
         rows.watch.check()
-        if not self._passes and rows.parameter.grad is None:
+        held = self._pending or (rows.device_slots is not None and rows.device_slots.holding)
+        if held and rows.parameter.grad is None and not self._passes:
             self.release()
 
     def release(self) -> None:
         """Release all pending lookups."""
         self._pending.clear()
-        if (device_slots := self._rows.device_slots) is not None:
+        if (device_slots := self._rows.device_slots) is not None and device_slots.holding:
             device_slots.release()
 
     def retire_steps(self) -> None:

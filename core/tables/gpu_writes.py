@@ -153,7 +153,7 @@ class GpuWrites:
         if self.device.type == "cuda":
             if self._sent is None:
                 self._sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._sent.record()
+            self._sent.record(torch.cuda.current_stream(self.device))
             self._table_lock.mark_gpu_read(self.device)
         self._pending = True  # again: a reader may have asked before the event was recorded
 

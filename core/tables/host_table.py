@@ -356,12 +356,13 @@ class HostTable:
     @property
     def takes_gpu_writes(self) -> bool:
         """Whether rows are raw, and may be overwritten by a GPU; see `rows_for_gpu`."""
-        return self._parts.raw and self._may_be_written
+        return self._rows.parts.raw and self._may_be_written
 
     @property
     def _may_be_written(self) -> bool:
-        alone = not (self._closed or self._caches) and self._parts.items_per_row == 1
-        return alone and self._ownership.allows_changes(self._parts)
+        parts = self._rows.parts
+        alone = not (self._closed or self._caches) and parts.items_per_row == 1
+        return alone and self._ownership.allows_changes(parts)
 
     def writes_by_gpu(self, device: torch.device) -> GpuWrites | None:
         """Return what packs rows into the table by kernels of a GPU; None as for `rows_for_gpu`.
