@@ -53,17 +53,21 @@ class Difference:
         Whether all other ranks know that ranks disagree.
     most_pieces : int
         Of a rank that differs: so many times all cross something, before they raise.
+    parted : bool
+        Whether they differ in what all have alike, dtypes say: every rank of the group finds it.
     """
 
     reasons: list[str]
     known_to_all: bool
     most_pieces: int
+    parted: bool
 
     def error(self, rank: int, faults: Faults) -> ExchangeError:
         """Note that this rank disagrees with others; return the error to raise."""
         said = "; ".join(self.reasons)
         reason = f"sizes stage: rank {rank} of the group disagrees with {said}"
         faults.failed(reason, known_to_all=self.known_to_all, cause=DISAGREEMENT)
+        faults.parted = faults.parted or self.parted
         return ExchangeError(reason)
 
 
@@ -148,7 +152,7 @@ class Agreement:
         wrong = [rank for rank in others if checks[rank] != own[rank]]
         if self._own_fit and not wrong:
             return None
-        said, most_pieces, known_to_all = [], self._pieces, wrong == others
+        said, most_pieces, parted = [], self._pieces, False
         for rank in wrong:
             terms = self._terms[rank]
             other = dist.get_global_rank(group, rank)
@@ -161,7 +165,7 @@ class Agreement:
             names = [table.name for table in self._tables]
             said.append(f"rank {rank}: {terms.disagreement(theirs, names, calls)}")
             most_pieces = max(most_pieces, terms.pieces_of(theirs))
-            known_to_all = known_to_all or terms.differ_but_in_rows(theirs, calls)
+            parted = parted or terms.differ_but_in_rows(theirs, calls)
         for table in self._tables:
             sent, expected = table.send_rows[self._rank], table.receive_rows[self._rank]
             if sent != expected:
@@ -169,7 +173,7 @@ class Agreement:
                 said.append(
                     f"rank {self._rank}: {of}{sent} rows sent, {expected} are expected here"
                 )
-        return Difference(said, known_to_all, most_pieces)
+        return Difference(said, parted or wrong == others, most_pieces, parted)
 
     def _terms_with(self, other: int) -> Terms:
         return Terms(

@@ -129,6 +129,8 @@ class Caller:
         if self.codec != "auto" or group.size() == 1:
             return TableChoice()
         self.faults.check()
+        if self.faults.parted:  # all ranks found it in one call, which they may count apart
+            self.faults.parted, self._kinds = False, Kinds()
         of_kind = self._kinds.of(kind)
         if of_kind.begin(own):
             of_kind.agree(self._agree(group, device, of_kind.misfits()))

@@ -190,15 +190,16 @@ def all_to_all_single(
 
     caller = function_caller(group, codec)
     there = caller.coded_on_device(input.device)
-    # What all ranks have alike, and by what a call differs from others on this rank.
-    kind = str(input.dtype), row
+    # What all ranks have alike, and by what a call differs from others on this rank. Rows may have
+    # another size in every call: kinds of each size would never have enough calls to decide.
+    kind = str(input.dtype), row.bit_length()
     own = (
         (sent.nbytes + target.nbytes).bit_length() // 2,
         None if bound is None else (bound.kind, bound.value),
         row_ids is not None,
     )
     # An asynchronous exchange on the CPU has another caller, which is not asked here.
-    needed = not there or caller.takes_ids_of(group, kind)
+    needed = (async_op and not there) or caller.takes_ids_of(group, kind)
     repeats, failed = None, None
     try:
         repeats = repeats_of("", sent, send_rows, row_ids, needed=needed)

@@ -36,6 +36,8 @@ class Faults:
         self._reason: str | None = None
         self._cause = OTHER_CAUSE
         self._unreported = False
+        #: Whether ranks found that they differ in what all have alike, and count calls apart.
+        self.parted = False
 
     @property
     def to_report(self) -> bool:

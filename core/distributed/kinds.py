@@ -1,11 +1,12 @@
 """Kinds of calls of the function, each with decisions of its own, that all ranks tell apart alike.
 
 Ranks that decide apart would wait for each other: one in torch's own collective, one in the sizes
-stage. Rows of one dtype and size are a kind, since ranks must have both alike. What a rank alone
-knows (how many rows it has, its bound, whether it has ids) may not say what a kind is. Calls of
-one kind that differ in it mostly come in a cycle: rows, then gradients, say. Each rank looks for
-one in its own calls, and all agree on a length that fits on every rank; then each place in the
-cycle has decisions of its own. Which place a call has, all know: they count calls alike.
+stage. Rows of one dtype whose elements are between the same two powers of two are a kind, since
+ranks must have dtype and row alike. What a rank alone knows (how many rows it has, its bound,
+whether it has ids) may not say what a kind is. Calls of one kind that differ in it mostly come in a
+cycle: rows, then gradients, say. Each rank looks for one in its own calls, and all agree on a
+length that fits on every rank; then each place in the cycle has decisions of its own. Which place a
+call has, all know: they count calls alike.
 """
 
 from __future__ import annotations

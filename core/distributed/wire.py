@@ -90,7 +90,8 @@ _NUMBERS_OF_ALL, _NUMBERS_OF_A_TABLE = 5, 4
 #: Which of them the calls so far are, and what each but the version is, in words.
 _CALLS = 3
 _EVERY = "decide_every"
-_WORDS = ("pieces", _EVERY, "calls so far:", "numbers of a decision:")
+_COUNTS = ("calls so far:", "numbers of a decision:")
+_WORDS = ("pieces", _EVERY, *_COUNTS)
 _CALL = struct.Struct("<q")
 
 
@@ -171,10 +172,14 @@ class Terms:
         if not theirs or theirs[0] != ours[0]:
             there = theirs[0] if theirs else "none"
             return f"version {there} of the wire, here it is {ours[0]}"
-        if len(theirs) >= _NUMBERS_OF_ALL:
-            for what, there, here in zip(_WORDS, theirs[1:], ours[1:], strict=False):
-                if there != here:
-                    return f"{what} {_or_none(what, there)}, here it is {_or_none(what, here)}"
+        of_all = [
+            f"{what} {_or_none(what, there)}, here it is {_or_none(what, here)}"
+            for what, there, here in zip(_WORDS, theirs[1:], ours[1:], strict=False)
+            if there != here and len(theirs) >= _NUMBERS_OF_ALL
+        ]
+        # Calls of another dtype or row are counted apart: the table says why, the counts do not.
+        if of_all and not of_all[0].startswith(_COUNTS):
+            return of_all[0]
         if len(theirs) != len(ours):
             count = (len(theirs) - _NUMBERS_OF_ALL) // _NUMBERS_OF_A_TABLE
             return f"{count} tables, here they are {len(self.tables)}"
@@ -192,7 +197,7 @@ class Terms:
                 return f"{of}{sent} rows sent, {table.expected} are expected here"
             if expected != table.sent:
                 return f"{of}{expected} rows expected, {table.sent} are sent from here"
-        return "other rows"
+        return of_all[0] if of_all else "other rows"
 
     def differ_but_in_rows(self, theirs: Sequence[int], calls: int = 0) -> bool:
         """Return whether numbers differ that a rank has alike for all others.

@@ -55,7 +55,8 @@ def kinds_of_calls(rank: int, ranks: int) -> dict[str, Any]:
             ]
             equal = [call() for _ in range(45) for call in calls]
             caller = function_caller(group, "auto")
-            kinds = {key[1]: kind for key, kind in _kinds_of(caller).items()}
+            of_rows = _kinds_of(caller)
+            kinds = {row: of_rows["torch.float32", row.bit_length()] for row in (4, 8)}
             places = {row: kind.places for row, kind in kinds.items()}
             modes = {row: [d.modes[0] for d in kind._decisions] for row, kind in kinds.items()}
             gathered: list[Any] = [None] * ranks
@@ -70,7 +71,7 @@ def kinds_of_calls(rank: int, ranks: int) -> dict[str, Any]:
 
 
 def _kinds_of(caller: Caller) -> dict[Any, Kind]:
-    """Return the kinds of calls by dtype and row."""
+    """Return the kinds of calls by dtype and the bits of a row's elements."""
     return cast("dict[Any, Kind]", caller._kinds._kept._kept)
 
 
@@ -124,6 +125,48 @@ def calls_of_no_kind(rank: int, ranks: int) -> dict[str, Any]:
             dist.all_gather_object(modes, [kind.places, [d.modes for d in kind._decisions]])
         seen[f"{there}"] = {"within": all(within), "agreed": modes == [modes[0]] * ranks}
         seen[f"{there}"]["places"] = kind.places
+    return seen
+
+
+def rows_of_any_size(rank: int, ranks: int) -> dict[str, Any]:
+    """Rows that have another size in each call are decided of all the same."""
+    seen: dict[str, Any] = {}
+    for there in (False, True):
+        with coded_where_rows_are() if there else nullcontext(), _mocked(there):
+            group = dist.new_group()
+            equal = [_even(ranks, row, group) for row in range(64, 64 + 15)]
+            counters = function_caller(group, "auto").counters[0]
+            seen[f"{there}"] = [all(equal), counters.plain_calls]
+    return seen
+
+
+def _even(ranks: int, row: int, group: dist.ProcessGroup) -> bool:
+    t = torch.arange(ranks * row).view(ranks, row).float()
+    found, expected = torch.empty_like(t), torch.empty_like(t)
+    all_to_all_single(found, t, group=group)
+    dist.all_to_all_single(expected, t)
+    return torch.equal(found, expected)
+
+
+def a_dtype_apart(rank: int, ranks: int) -> dict[str, Any]:
+    """One rank calls once with another dtype: all raise, and go on."""
+    seen: dict[str, Any] = {}
+    for there in (False, True):
+        with coded_where_rows_are() if there else nullcontext(), _mocked(there):
+            group = dist.new_group()
+            t = noise(rank, ranks, 4)
+            ids = torch.arange(len(t))
+
+            def call(t: torch.Tensor = t, group: Any = group, ids: torch.Tensor = ids) -> None:
+                all_to_all_single(torch.empty_like(t), t, group=group, row_ids=ids)
+
+            for _ in range(5):
+                call()
+            other = t.double() if rank == 1 else t
+            said = error_of(lambda other=other, call=call: call(other))  # type: ignore[misc]
+            behind = [error_of(call) for _ in range(20)]
+            plain = function_caller(group, "auto").counters[0].plain_calls
+            seen[f"{there}"] = {"said": said, "behind": sorted(set(behind)), "plain": plain}
     return seen
 
 
@@ -261,6 +304,8 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
     for f in (
         kinds_of_calls,
         calls_of_no_kind,
+        rows_of_any_size,
+        a_dtype_apart,
         ids_decide,
         ids_decide_there,
         memory_of_tables,

@@ -14,7 +14,10 @@ from tests.distributed.ranks import run_checks
 
 two_and_three = pytest.mark.parametrize("ranks", [2, 3])
 here_and_there = pytest.mark.parametrize("there", [False, True], ids=["here", "there"])
-CHECKS = ("kinds_of_calls", "calls_of_no_kind", "memory_of_tables", "shapes")
+CHECKS = (
+    *("kinds_of_calls", "calls_of_no_kind", "rows_of_any_size", "a_dtype_apart"),
+    *("memory_of_tables", "shapes"),
+)
 OF_TWO = ("ids_decide", "ids_decide_there", "where_rows_are")
 
 Seen = dict[str, list[Any]]
@@ -50,6 +53,29 @@ def test_what_each_rank_alone_knows_parts_no_ranks(
 ) -> None:
     for seen in seen_by[ranks]["calls_of_no_kind"]:
         assert seen[f"{there}"] == {"within": True, "agreed": True, "places": 1}
+
+
+@two_and_three
+@here_and_there
+def test_rows_of_another_size_in_each_call_are_decided_of(
+    there: bool, ranks: int, seen_by: dict[int, Seen]
+) -> None:
+    for seen in seen_by[ranks]["rows_of_any_size"]:
+        # On the host the ninth call decides for those behind it.
+        assert seen[f"{there}"] == [True, 7 if there else 6]
+
+
+@two_and_three
+@here_and_there
+def test_calls_go_on_behind_one_of_another_dtype_which_is_named(
+    there: bool, ranks: int, seen_by: dict[int, Seen]
+) -> None:
+    for rank, seen in enumerate(seen_by[ranks]["a_dtype_apart"]):
+        found = seen[f"{there}"]
+        own, other = ("float64", "float32") if rank == 1 else ("float32", "float64")
+        assert f"dtype {other}, here it is {own}" in found["said"]
+        assert found["behind"] == ["no error"]
+        assert found["plain"] == (12 if there else 11)
 
 
 def places_of(calls: Sequence[Hashable], *others: Sequence[Hashable]) -> list[int]:
