@@ -3,7 +3,10 @@
 python benchmarks/relational.py               # times, gradients included, and the making of plans
 python benchmarks/relational.py --only ratio  # how many rows each graph has, beside its edges
 python benchmarks/relational.py --only decode gpu --seconds-limit 180  # on a GPU, row by row
-python benchmarks/relational.py --only passes --graphs AIFB AM  # with each pass off, on a GPU
+python benchmarks/relational.py --only passes --graphs AIFB AM  # without each pass
+python benchmarks/relational.py --only dims   # the layers at 32, 64 and 128 features, on a CPU
+
+The parts "passes" and "dims" take graphs that are drawn with the sizes of published data sets.
 
 Dims 64, one head, the full graph. Graphs are looked for in the folder $BITSLAB_DATA, or shared/data
 next to the repo: mag-0.1, six relations of ogbn-mag as COO columns, below graphs/; and kinships,
@@ -170,13 +173,14 @@ def main() -> None:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=["cpu", "ratio", "gpu", "decode", "passes"],
+        choices=["cpu", "ratio", "dims", "passes", "gpu", "decode"],
         default=["cpu", "ratio"],
     )
     parser.add_argument("--repetitions", type=int, default=7, help="of times on a CPU")
     parser.add_argument(
-        "--graphs", nargs="+", help="mag-0.1, kinships, umls, nations; on a GPU those drawn too"
+        "--graphs", nargs="+", help="mag-0.1, kinships, umls, nations; of other parts those drawn"
     )
+    parser.add_argument("--dims", type=int, nargs="+", default=[32, 64, 128], help="on a CPU")
     on_gpu = parser.add_argument_group("on a GPU")
     on_gpu.add_argument("--seconds-limit", type=float, default=180, help="for all parts together")
     models = ["RGCN", "RGAT", "HGT"]
@@ -188,9 +192,18 @@ def main() -> None:
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     tables: dict[str, Table] = {}
-    if {"gpu", "decode", "passes"} & set(arguments.only):
-        if not torch.cuda.is_available():
-            parser.error("--only gpu, decode and passes need a GPU")
+    on_a_cpu = not torch.cuda.is_available()
+    if {"gpu", "decode"} & set(arguments.only) and on_a_cpu:
+        parser.error("--only gpu and decode need a GPU")
+    if "dims" in arguments.only and not on_a_cpu:
+        parser.error("--only dims is of a CPU; on a GPU: --only gpu --dim 32")
+    for name in {"dims", "passes"} & set(arguments.only) if on_a_cpu else ():
+        import relational_sweep
+
+        sizes = (arguments.graphs, arguments.dims, arguments.repetitions)
+        measure = {"dims": relational_sweep.dims, "passes": relational_sweep.passes}[name]
+        tables[f"{name}, {torch.get_num_threads()} threads"] = measure(*sizes)
+    if {"gpu", "decode", "passes"} & set(arguments.only) and not on_a_cpu:
         import relational_gpu
 
         tables |= relational_gpu.run(arguments)

@@ -116,10 +116,11 @@ def all_to_all_single(
         Huffman codes, fixed fields and raw rows by measured sizes and rates. On a GPU these calls
         exchange their rows both ways several times, and what a whole exchange takes decides; where
         that changes nothing, later decisions are up to 16 times as far apart. A kind are calls with
-        rows of one dtype and size; where these come in a cycle of up to eight that differ in size,
-        bound or ids (rows, then gradients, say), each place in it is decided for itself, from the
-        16th, 64th, 256th or 1,024th call on. ``"compressed"``: compressed on any link, in few
-        bytes. ``"raw"``: torch's own collective, which takes no bound.
+        rows of one dtype and of sizes between the same two powers of two; where these come in a
+        cycle of up to eight that differ in size, bound or ids (rows, then gradients, say), each
+        place in it is decided for itself, from the 16th, 64th, 256th or 1,024th call on.
+        ``"compressed"``: compressed on any link, in few bytes. ``"raw"``: torch's own collective,
+        which takes no bound.
     error_bound : float or ErrorBound, optional
         How far an element may be from the one that was sent, a number as a share of the largest
         less the least finite value of `input`, on a GPU of the part for each rank; every bit is

@@ -102,7 +102,7 @@ class SegmentKernels:
     """The kernels of segment_sums.cu on one GPU: the functions of `kernels.cpu.segment_sums`.
 
     Sums are the same from run to run; those of a long row are added in another order than on the
-    CPU. What is called often is prepared: all that stays the same is bound to the kernel once.
+    CPU. What is called often is prepared: what does not change is bound to the kernel once.
 
     Parameters
     ----------

@@ -1,0 +1,106 @@
+"""What `relational.py` sweeps on a CPU: the layers over their dims, and programs without each pass.
+
+On graphs that are drawn with the sizes of published data sets, or are the data sets themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from relational_gpu import Drawn, graph_of, models
+from timing import cpu_seconds_in_turn
+
+from bitslab.relational import TYPED_SUM, CompiledProgram, Passes, RelationalGraph, rgat
+
+Table = list[dict[str, Any]]
+GRAPHS = ("AIFB", "MUTAG")
+MODELS = ("RGCN", "RGAT", "HGT")
+PASSES = ("reorder", "compact", "sides", "fuse")
+
+
+def in_turn(
+    ways: dict[str, Callable[[torch.Tensor], Any]], x: torch.Tensor, repetitions: int
+) -> dict[str, dict[str, float]]:
+    """Return milliseconds of inference and of a training step, the ways in turn."""
+    leaf = x.clone().requires_grad_()
+
+    def infer(run: Callable[[torch.Tensor], Any], _: int) -> None:
+        with torch.no_grad():
+            run(x)
+
+    def step(run: Callable[[torch.Tensor], Any], _: int) -> None:
+        leaf.grad = None
+        run(leaf).square().mean().backward()
+
+    found = {}
+    for what, work in (("inference", infer), ("training", step)):
+        runs = {name: functools.partial(work, run) for name, run in ways.items()}
+        seconds = cpu_seconds_in_turn(runs, repetitions)
+        found[what] = {name: 1e3 * s for name, s in seconds.items()}
+    return found
+
+
+def dims(graphs: Sequence[str] | None, sizes: Sequence[int], repetitions: int) -> Table:
+    """Measure the three layers beside PyG's and plain torch over their dims (figure 3.12)."""
+    rows: Table = []
+    for name in graphs or GRAPHS:
+        graph = graph_of(name)
+        for dim in sizes:
+            for model, ways in models(graph, dim, list(MODELS)):
+                row: dict[str, Any] = {"graph": name, "model": model, "dims": dim}
+                for what, ms in in_turn(ways, torch.randn(graph.nodes, dim), repetitions).items():
+                    row |= {
+                        f"{what}: ours ms": f"{ms['ours']:.1f}",
+                        f"{what}: PyG/ours": f"{ms['PyG'] / ms['ours']:.2f}",
+                        f"{what}: torch/ours": f"{ms['torch'] / ms['ours']:.2f}",
+                    }
+                rows.append(row)
+    return rows
+
+
+def passes(graphs: Sequence[str] | None, sizes: Sequence[int], repetitions: int) -> Table:
+    """Measure programs with all passes, and the times that they take without each (table 3.5)."""
+    rows: Table = []
+    attended = rgat(1, 0.2, False, False)
+    assert attended is not None
+    for name in graphs or GRAPHS:
+        graph = graph_of(name)
+        for model, program in (("RGCN", TYPED_SUM), ("RGAT", attended)):
+            for dim in sizes:
+                ways, x = _without_each(program, graph, dim)
+                for what, ms in in_turn(ways, x, repetitions).items():
+                    row: dict[str, Any] = {"graph": name, "model": model, "dims": dim}
+                    row |= {"": what, "all passes ms": f"{ms['all']:.1f}"}
+                    rows.append(row | {f"no {p}": f"{ms[p] / ms['all']:.2f}" for p in PASSES})
+    return rows
+
+
+def _without_each(
+    program: CompiledProgram, graph: Drawn, dim: int
+) -> tuple[dict[str, Callable[[torch.Tensor], Any]], torch.Tensor]:
+    """Return the program with all passes and without each, as functions of features, and those."""
+    plan = RelationalGraph(graph.edges, graph.types, graph.nodes, graph.relations)
+    shapes = {
+        "x": (graph.nodes, dim),
+        "y": (graph.nodes, dim),
+        "weight": (graph.relations, dim, dim),
+        "q": (dim, 1),
+        "k": (dim, 1),
+    }
+    tensors = {name: torch.randn(*shapes[name]) for name in program.program.names}
+    for name in set(tensors) - {"x"}:
+        tensors[name].requires_grad_()
+
+    def run(compiled: CompiledProgram, x: torch.Tensor) -> Any:
+        out = compiled(plan, *(tensors | {"x": x}).values())
+        return out[0] if isinstance(out, tuple) else out
+
+    off: dict[str, dict[str, bool]] = {"all": {}} | {name: {name: False} for name in PASSES}
+    ways: dict[str, Callable[[torch.Tensor], Any]] = {
+        name: functools.partial(run, program.program.compile(Passes(**which)))
+        for name, which in off.items()
+    }
+    return ways, tensors["x"]
