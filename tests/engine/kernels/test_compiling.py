@@ -8,9 +8,12 @@ import pkgutil
 from pathlib import Path
 from typing import Any
 
+import numba
+import pytest
 from numba.core.dispatcher import Dispatcher
 
 from bitslab.engine.kernels import cpu
+from bitslab.engine.kernels.cpu import jit
 from bitslab.engine.kernels.cpu.jit import LockedCache
 from tests.forked import run_forked_together
 
@@ -44,6 +47,10 @@ print("numba.typed.typeddict" in sys.modules)  # of what Numba loads before it c
 """
 
 
+def _twice(x: int) -> int:
+    return 2 * x
+
+
 def test_processes_share_a_new_cache(tmp_path: Path) -> None:
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
     for compiles in (True, False):  # into the new cache, then out of it
@@ -67,3 +74,18 @@ def test_every_kernel_has_a_cache_that_processes_share() -> None:
     }
     assert len(kernels) > 150
     assert not [key for key, kernel in kernels.items() if type(kernel._cache) is not LockedCache]
+
+
+@pytest.mark.parametrize("alone", [True, False], ids=["alone", "as-numba-does"])
+def test_compiled_code_is_loaded_with_and_without_numbas_own_method(
+    alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A version of Numba without what loads code alone still loads it."""
+    assert jit._loads_alone  # of the version that is installed
+    monkeypatch.setattr(jit, "_loads_alone", alone)
+    monkeypatch.setattr(numba.core.config, "CACHE_DIR", str(tmp_path))
+    kernel = jit.njit(cache=True)(_twice)
+    assert kernel(21) == 42
+    (signature,) = kernel.signatures
+    found = jit.LockedCache(_twice).load_overload(signature, kernel.targetctx)
+    assert found.entry_point(21) == 42

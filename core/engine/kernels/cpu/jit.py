@@ -12,10 +12,15 @@ from collections.abc import Callable
 from typing import Any
 
 import numba
+from numba.core import runtime
 from numba.core.caching import FunctionCache
-from numba.core.runtime.nrt import rtsys
 
 from .lock_files import lock_file
+
+#: What loads compiled code by itself: no public name of Numba's, so that one may do without.
+_LOADING = ("_load_overload", "_guard_against_spurious_io_errors")
+_rtsys: Any = getattr(runtime, "rtsys", None)
+_loads_alone = _rtsys is not None and all(hasattr(FunctionCache, name) for name in _LOADING)
 
 
 class LockedCache(FunctionCache):
@@ -28,9 +33,12 @@ class LockedCache(FunctionCache):
         than all that a process has to load, and which Numba does again before it compiles. What is
         compiled already needs the runtime alone.
         """
-        rtsys.initialize(target_context)
-        with lock_file(self.cache_path, "bitslab.lock"), self._guard_against_spurious_io_errors():
-            return self._load_overload(sig, target_context)
+        with lock_file(self.cache_path, "bitslab.lock"):
+            if not _loads_alone:
+                return super().load_overload(sig, target_context)
+            _rtsys.initialize(target_context)
+            with self._guard_against_spurious_io_errors():
+                return self._load_overload(sig, target_context)
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Write what was compiled for a signature."""
