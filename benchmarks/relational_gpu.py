@@ -314,9 +314,8 @@ def passes(arguments: Any, clock: Clock) -> Table:
     return table.rows
 
 
-def pass_row(graph: Drawn, program: CompiledProgram, dim: int) -> dict[str, Any]:
-    """Measure a training step of a program with all passes, and without each."""
-    plan = RelationalGraph(graph.edges, graph.types, graph.nodes, graph.relations)
+def drawn_inputs(graph: Drawn, program: CompiledProgram, dim: int) -> dict[str, torch.Tensor]:
+    """Draw a program's inputs, by their names."""
     shapes = {
         "x": (graph.nodes, dim),
         "y": (graph.nodes, dim),
@@ -324,10 +323,13 @@ def pass_row(graph: Drawn, program: CompiledProgram, dim: int) -> dict[str, Any]
         "q": (dim, 1),
         "k": (dim, 1),
     }
-    inputs = [
-        torch.randn(*shapes[name], device=DEVICE, requires_grad=True)
-        for name in program.program.names
-    ]
+    return {name: torch.randn(*shapes[name], device=DEVICE) for name in program.program.names}
+
+
+def pass_row(graph: Drawn, program: CompiledProgram, dim: int) -> dict[str, Any]:
+    """Measure a training step of a program with all passes, and without each."""
+    plan = RelationalGraph(graph.edges, graph.types, graph.nodes, graph.relations)
+    inputs = [t.requires_grad_() for t in drawn_inputs(graph, program, dim).values()]
 
     def step(compiled: CompiledProgram) -> None:
         out = compiled(plan, *inputs)

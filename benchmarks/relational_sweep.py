@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from relational_gpu import Drawn, graph_of, models
+from relational_gpu import Drawn, drawn_inputs, graph_of, models
 from timing import cpu_seconds_in_turn
 
 from bitslab.relational import TYPED_SUM, CompiledProgram, Passes, RelationalGraph, rgat
@@ -83,14 +83,7 @@ def _without_each(
 ) -> tuple[dict[str, Callable[[torch.Tensor], Any]], torch.Tensor]:
     """Return the program with all passes and without each, as functions of features, and those."""
     plan = RelationalGraph(graph.edges, graph.types, graph.nodes, graph.relations)
-    shapes = {
-        "x": (graph.nodes, dim),
-        "y": (graph.nodes, dim),
-        "weight": (graph.relations, dim, dim),
-        "q": (dim, 1),
-        "k": (dim, 1),
-    }
-    tensors = {name: torch.randn(*shapes[name]) for name in program.program.names}
+    tensors = drawn_inputs(graph, program, dim)
     for name in set(tensors) - {"x"}:
         tensors[name].requires_grad_()
 

@@ -24,7 +24,8 @@ After chapter 3 of the thesis that describes Hector (ASPLOS'24): inter-operator 
 materialization, linear operator reordering, GEMM and traversal templates.
 """
 
-from .graph import KeptByTensors, PlanMemoryError, RelationalGraph
+from .graph import PlanMemoryError, RelationalGraph
+from .kept_by_tensors import KeptByTensors
 from .layer_report import LayerReport, calls_of, count_call, forget_calls, or_own_code
 from .layers import HGT, OF_NODES, TYPED_MEAN, TYPED_SUM, WEIGHTED_SUM, rgat
 from .operator import run_on_edges
