@@ -54,7 +54,7 @@ class Caches:
         return bool(self._caches)
 
     def add(self, cache: Cache) -> None:
-        """Tell a cache too of rows that change from now on."""
+        """Drop copies from this cache too when their rows change from now on."""
         self._caches.add(cache)
 
     def forget(self, ids: torch.Tensor) -> None:
