@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ..engine.tensor_bits import INTEGERS
 from ..engine.versions import version_of
 from ..errors import BitslabError
 from .guards import modified
@@ -155,8 +156,7 @@ def _integers_of(t: torch.Tensor) -> torch.dtype | None:
     """Return integers as large as elements: NaN equals itself then, and -0.0 is not 0.0."""
     if t.is_conj() or t.is_neg():
         return None
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return sizes.get(t.element_size())
+    return INTEGERS.get(t.element_size())
 
 
 def _saves_output(node: Any) -> bool:

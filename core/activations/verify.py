@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..engine.tensor_bits import as_integers
 from ..errors import BitslabError
 from .copies import SavedView
 
@@ -69,9 +70,7 @@ class Verifier:
         with torch.no_grad():
             if not torch.equal(checksum(t), proof.checksum):
                 raise VerifyError(self._message(view, t, "its checksum differs"))
-            if proof.original is not None and not torch.equal(
-                bits(t.contiguous()), bits(proof.original.contiguous())
-            ):
+            if proof.original is not None and not torch.equal(_bits(t), _bits(proof.original)):
                 raise VerifyError(self._message(view, t, "it differs from the original"))
 
     def _message(self, view: SavedView, t: torch.Tensor, what: str) -> str:
@@ -85,7 +84,7 @@ class Verifier:
 
 def checksum(t: torch.Tensor) -> torch.Tensor:
     """Return int64 ``[]`` that depends on each bit of a tensor and on where it stands."""
-    flat = bits(t.resolve_conj().resolve_neg().contiguous()).flatten()
+    flat = _bits(t).flatten()
     total = torch.zeros((), dtype=torch.int64, device=t.device)
     for begin in range(0, flat.shape[0], _PIECE):
         piece = flat[begin : begin + _PIECE].to(torch.int64)
@@ -95,10 +94,5 @@ def checksum(t: torch.Tensor) -> torch.Tensor:
     return total
 
 
-def bits(t: torch.Tensor) -> torch.Tensor:
-    """View a contiguous tensor as integers of its size."""
-    t = t.resolve_conj().resolve_neg()
-    if t.dtype.is_complex:
-        t = torch.view_as_real(t)
-    by_size = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return t.view(by_size[t.element_size()])
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    return as_integers(t.resolve_conj().resolve_neg().contiguous())

@@ -17,6 +17,7 @@ from ..engine.advisor.link import own_stream, work_seconds
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.stream import current_stream
 from ..engine.kernels.vector_chunks import VectorOptions, send_bytes
+from ..engine.tensor_bits import copy_rows
 from ..engine.transfer import StreamLane, ThreadTask
 from ..errors import BitslabError, CorruptedDataError
 from .agreement import Difference
@@ -175,7 +176,7 @@ class DeviceExchange:
             for number in tables:  # memory of the stream on which this began
                 self._tables[number].sent.record_stream(current_stream(self._device))
         into = [self._reader.received[number][rank] for number in tables]
-        torch._foreach_copy_(into, [sent[number][rank] for number in tables])
+        copy_rows(into, [sent[number][rank] for number in tables])
 
     def _sent_by_rank(self) -> dict[int, Sequence[torch.Tensor]]:
         """Return by table its rows for each rank."""

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ..engine.kernels.cuda.stream import current_stream
+from ..engine.tensor_bits import copy_rows
 from .buffers import Buffers
 from .faults import Faults
 from .layout import Layout, Plain, Rows
@@ -124,7 +125,7 @@ class PlainExchange:
         if not plain.alike:
             into = [part.view(-1).view(torch.uint8) for part in into]
         rows = _in_units(found, plain, tables[self._layout.wide[0]].received)
-        torch._foreach_copy_(into, list(rows.split_with_sizes(plain.units)))
+        copy_rows(into, list(rows.split_with_sizes(plain.units)))
 
     def _delivered(
         self,

@@ -31,6 +31,7 @@ from ..engine.kernels.format import (
 from ..engine.memory.writer import HostWriter
 from ..engine.progress import Progress
 from ..engine.row_map import as_rows, row_map
+from ..engine.tensor_bits import INTEGERS
 from ..errors import ArgumentError, ArgumentTypeError
 from .parts import Layout, TableParts, bits_of, items_per_row, widened
 
@@ -51,7 +52,6 @@ LEAST_SHARED_RATIO = 1.125
 TYPICAL_SHARE = 0.95
 #: Lengths of rows above this many words are not counted one by one.
 COUNTED_WORDS = 1 << 16
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class PartsBuilder:
@@ -457,7 +457,7 @@ def take_rows(rows: torch.Tensor, positions: np.ndarray[Any, Any]) -> torch.Tens
         plain = rows.is_complex() or rows.is_neg() or rows.dtype.itemsize > 8
         if plain:
             return rows[index]
-        return rows.view(_INTEGERS[rows.dtype.itemsize])[index].view(rows.dtype)
+        return rows.view(INTEGERS[rows.dtype.itemsize])[index].view(rows.dtype)
     data = rows_as_bytes(rows, rows[:1].nbytes)[index]
     return data.flatten().view(rows.dtype).view(len(positions), *rows.shape[1:])
 

@@ -11,6 +11,7 @@ from ..dtypes import flat_bytes
 from ..engine.advisor import pays_to_sort_rows
 from ..engine.codecs.base import bits_in_order
 from ..engine.memory.host import HostBuffer
+from ..engine.tensor_bits import as_integers
 from ..engine.transfer.gather import gather_copied_rows
 from ..errors import ArgumentError, ArgumentTypeError, IndexRangeError
 
@@ -111,11 +112,3 @@ def rows_of(t: torch.Tensor) -> tuple[torch.Tensor, int] | None:
         flat = torch.empty(0, dtype=torch.uint8).set_(t.untyped_storage())
         rows = flat.as_strided((len(t), row_bytes), (stride_bytes, 1), t.storage_offset() * size)
     return rows, row_bytes
-
-
-def as_integers(t: torch.Tensor) -> torch.Tensor:
-    """View a tensor as integers, so that a copy keeps every bit."""
-    if t.is_complex():
-        t = torch.view_as_real(t)
-    integers = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return t.view(integers[t.element_size()])

@@ -14,11 +14,12 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ..devices import checked_device, named_device
 from ..engine.memory.host import HostBuffer
+from ..engine.tensor_bits import as_integers
 from ..engine.tensor_rows import are_row_ids, is_row_dim, row_functions
 from ..engine.versions import version_of
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .placement import DIRECT, VIEWS, Affinity, Operand, Placement, names_device, placement
-from .unified_rows import as_integers, by_way_of_cpu, rows_of, rows_to_gpu
+from .unified_rows import by_way_of_cpu, rows_of, rows_to_gpu
 
 __all__ = ["Affinity", "Operand", "Placement", "UnifiedTensor", "placement", "rows_of", "unified"]
 

@@ -13,7 +13,8 @@ from bitslab.activations import VerifyError, crossing, executor
 from bitslab.activations.copies import StoredCopy
 from bitslab.activations.forms import SavedForm
 from bitslab.activations.host_room import HostRoom
-from bitslab.activations.verify import bits, checksum
+from bitslab.activations.verify import checksum
+from bitslab.engine.tensor_bits import as_integers
 
 Options = dict[str, Any]
 
@@ -144,6 +145,6 @@ def test_checksums_see_each_bit_and_place(dtype: torch.dtype) -> None:
     at = int((t != t[0]).nonzero()[0])
     swapped[0], swapped[at] = t[at].clone(), t[0].clone()
     assert not torch.equal(first, checksum(swapped))
-    one = bits(t.clone())
+    one = as_integers(t.clone())
     one[77] ^= 1
     assert not torch.equal(first, checksum(one.view(dtype) if dtype != torch.bool else one))

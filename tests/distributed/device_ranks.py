@@ -311,6 +311,37 @@ def in_pieces(rank: int, ranks: int, there: torch.device) -> dict[str, bool]:
     }
 
 
+def every_bit(rank: int, ranks: int, there: torch.device) -> dict[str, bool]:
+    """NaN of any bits come as they were, of tables of one kind and of several, back too."""
+    seen = {}
+    sizes = [30] * ranks
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for width in (8, 12):
+            tables = [Table(name, n, dtype=dtype) for name, n in (("a", 8), ("b", width))]
+            given, gradients = {}, {}
+            for number, table in enumerate(tables):
+                random = torch.Generator().manual_seed(10 * rank + number)
+                shape = (2, 30 * ranks, table.row_elements * dtype.itemsize)
+                raw = torch.randint(0, 256, shape, generator=random, dtype=torch.uint8)
+                raw[:, ::3, dtype.itemsize - 2] |= 128
+                raw[:, ::3, dtype.itemsize - 1] = 127  # NaN of many kinds
+                given[table.name], gradients[table.name] = raw.view(dtype).to(there)
+            of_both = {table.name: sizes for table in tables}
+            for codec in ("compressed", "raw"):
+                exchange = CompressedAllToAll(tables=tables, codec=codec)
+                leaves = {name: t.clone().requires_grad_() for name, t in given.items()}
+                found = exchange.exchange_tables(leaves, of_both, of_both)
+                torch.autograd.backward(list(found.values()), list(gradients.values()))
+                for name, t in given.items():
+                    key = f"{codec} {dtype} {width} {name}"
+                    wanted = crossed(t, sizes, sizes)
+                    seen[key] = same_bits(found[name].detach().cpu(), wanted.cpu())
+                    back = leaves[name].grad
+                    wanted = crossed(gradients[name], sizes, sizes)
+                    seen[f"{key} back"] = back is not None and same_bits(back.cpu(), wanted.cpu())
+    return seen
+
+
 def rounded(rank: int, ranks: int, there: torch.device) -> dict[str, bool]:
     """Gradients within two bounds, the bits that the CPU would draw, NaN and infinities kept."""
     seen = {}
@@ -456,7 +487,16 @@ def damaged(rank: int, ranks: int, there: torch.device) -> dict[str, Any]:
 #: Checks by name.
 ON_DEVICE: dict[str, Callable[[int, int, torch.device], dict[str, Any]]] = {
     check.__name__: check
-    for check in (summed, in_pieces, rounded, with_feedback, several_under_way, buffers, damaged)
+    for check in (
+        summed,
+        in_pieces,
+        every_bit,
+        rounded,
+        with_feedback,
+        several_under_way,
+        buffers,
+        damaged,
+    )
 }
 
 

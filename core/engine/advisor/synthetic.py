@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from ...errors import ArgumentError, ArgumentTypeError
+from ..tensor_bits import as_integers
 
 #: Zeros come in runs, as after ReLU, where neighbours tend to be zero together: 4 on the average.
 LONGEST_RUN = 7
 LEVELS = (1 << 15) - 1  # levels and a threshold above all of them are int16
 MAX_INTEGER = 1 << 20  # what indices of pooling and tokens are below
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SyntheticTensors:
@@ -94,5 +94,4 @@ class SyntheticTensors:
         values = self._values[begin : begin + n]
         zero = self._levels[begin : begin + n] < round(sparsity * LEVELS)
         # As integers, which can be filled whatever the dtype.
-        as_integers = values.view(_INTEGERS[self.dtype.itemsize])
-        return as_integers.masked_fill(zero, 0).view(self.dtype)
+        return as_integers(values).masked_fill(zero, 0).view(self.dtype)

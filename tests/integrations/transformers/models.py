@@ -113,7 +113,7 @@ def model_of(name: str, seed: int = 0) -> Any:
     """Return a model with random weights; one for all tests, which leave it as it is."""
     kind, _ = {**CONFIGS, **UNUSUAL}[name]
     model_class = getattr(transformers, CLASSES.get(kind, f"{kind}ForCausalLM"))
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config_of(name)).eval()
     model.generation_config.pad_token_id = 0

@@ -82,7 +82,7 @@ LAYERS = {"gpt2": "n_layer", "rembert": "num_hidden_layers", "trocr": "decoder_l
 def model_of(name: str) -> Any:
     kind, options = MODELS[name]
     config = getattr(transformers, f"{kind}Config")(**COMMON, **options, eos_token_id=None)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return getattr(transformers, f"{kind}ForConditionalGeneration")(config).eval()
 
@@ -171,7 +171,7 @@ def test_a_decoder_that_is_given_a_cache_alone(name: str, layers: int, across: b
 def test_a_model_of_one_layer_and_masks_that_a_user_makes(name: str) -> None:
     size = "n_layer" if name == "gpt2" else "num_hidden_layers"
     config = config_of(name, **{size: 1})
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = transformers.AutoModelForCausalLM.from_config(config).eval()
     ours = compressed(config, **SMALL)
@@ -230,7 +230,7 @@ def decoder_of(name: str, layers: int) -> Any:
     config = model_class.config_class(
         vocab_size=VOCABULARY, add_cross_attention=True, **{**options, LAYERS[name]: layers}
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return model_class(config).eval()
 

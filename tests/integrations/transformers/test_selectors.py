@@ -221,7 +221,7 @@ def gpt_oss() -> Any:
         "head_dim": 16,
     }
     config = transformers.GptOssConfig(**options)
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return transformers.GptOssForCausalLM(config).eval()
 

@@ -60,7 +60,7 @@ def test_other_caches_are_served_as_before(name: str) -> None:
 
 
 def test_a_layer_is_scored_by_the_query_that_the_input_of_the_one_before_it_makes() -> None:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: Any = LlamaForCausalLM(config_of("llama", num_hidden_layers=3)).eval()
     prompt = prompt_of()
