@@ -16,6 +16,7 @@ from ..engine.codecs import BoundedVectorCodec, check_tensor_argument
 from ..engine.codecs.base import check_integer
 from ..engine.codecs.vectors import finite_range
 from ..errors import ArgumentError, ArgumentTypeError
+from .rounding import round_to_codes
 
 #: From an iteration, counted from 0, to what the bound is multiplied by.
 Schedule = Callable[[int], float]
@@ -214,7 +215,8 @@ class AdaptiveBound:
         Rows without two finite values, which no bound changes, are ``"large"``.
         """
         sample = rows[: self.sample_rows]
-        bound = ErrorBound(self.value).absolute(sample)
+        # By torch, since a rank whose rows are on a GPU needs no kernel of the CPU but for this.
+        bound = self.value * float(range_on_device(sample))
         index = homogenisation_index(sample, bound) if bound else 0.0
         low, high = self.thresholds
         return index, "large" if index <= low else "small" if index >= high else "medium"
@@ -264,7 +266,7 @@ def homogenisation_index(rows: torch.Tensor, bound: float) -> float:
         return 0.0
     flat = rows.detach().flatten(1)
     distinct = len(torch.unique(flat, dim=0))
-    quantised = len(torch.unique(codec.decode(codec.encode(flat)), dim=0))
+    quantised = len(torch.unique(round_to_codes(flat, bound), dim=0))
     return max(0.0, (distinct - quantised) / distinct)
 
 

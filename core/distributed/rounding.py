@@ -1,4 +1,4 @@
-"""Gradients within a bound: stochastic rounding, and what was lost kept for the next time."""
+"""Rows rounded within a bound: to the nearest, stochastically, and what gradients lost kept."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..engine.kernels.vector_format import LEAST_STEP, MOST_CODE, MOST_STEP, STEP_SHARE
+from ..engine.kernels.vector_format import LEAST_STEP, MOST_CODE, MOST_STEP, STEP_SHARE, step_of
 from ..errors import CorruptedDataError
 from .messages import Array
 
@@ -25,6 +25,29 @@ def counter_uniforms(seed: int, stream: int, count: int, device: torch.device) -
     counters = torch.arange(count, dtype=torch.int64, device=device)
     mixed = _mixed(counters * _signed(_WEYL) + _signed(start))
     return _shifted(mixed, 64 - _BITS).to(torch.float64) * 2.0**-_BITS
+
+
+def round_to_codes(rows: torch.Tensor, bound: float) -> torch.Tensor:
+    """Return rows as the codec of a bound delivers them, without coding them.
+
+    Parameters
+    ----------
+    rows : torch.Tensor
+        ``[N, row]``, float32, float16 or bfloat16, on any device.
+    bound : float
+        In the units of the elements, positive.
+
+    Returns
+    -------
+    torch.Tensor
+        Of the same shape, dtype and device; elements without a code are as they were.
+    """
+    step = torch.full((), step_of(bound), device=rows.device)
+    scaled = torch.round(rows.float() * (1 / step))
+    found = (scaled * step).to(rows.dtype)
+    error = (found.to(torch.float64) - rows.to(torch.float64)).abs()
+    usable = (step > 0) & (scaled.abs() <= MOST_CODE) & (error <= bound)
+    return torch.where(usable, found, rows)
 
 
 def round_stochastically(

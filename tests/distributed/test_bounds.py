@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import subprocess
+import sys
 from typing import Any, cast
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 
 import bitslab
 from bitslab.distributed import (
+    AdaptiveBound,
     CompressedAllToAll,
     ErrorBound,
     all_to_all_single,
@@ -21,6 +24,9 @@ from bitslab.distributed import (
     logarithmic,
     stepwise,
 )
+from bitslab.distributed.rounding import round_to_codes
+from bitslab.engine.codecs import BoundedVectorCodec
+from tests.helpers import same_bits
 
 
 @pytest.mark.parametrize("make", [linear, logarithmic, stepwise, drop], ids=lambda f: f.__name__)
@@ -53,6 +59,28 @@ def test_the_index_is_the_share_of_distinct_rows_that_merge():
     assert homogenisation_index(rows, 0.1) == pytest.approx(1 / 4)
     assert homogenisation_index(rows, 1e-4) == 0.0
     assert homogenisation_index(rows[:0], 0.1) == 0.0
+
+
+@pytest.mark.parametrize("bound", [1e-3, 0.07, 3.0, 1e39])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rows_are_rounded_as_the_codec_delivers_them(dtype: torch.dtype, bound: float) -> None:
+    codec = BoundedVectorCodec(bound)
+    # Of few values, so that the codec does not keep them as they are.
+    rows = torch.randn(40, 6, generator=torch.Generator().manual_seed(3)).to(dtype).repeat(20, 1)
+    rows[3, :3] = torch.tensor([math.nan, math.inf, -1e-40])
+    delivered = codec.decode(codec.encode(rows))
+    found = round_to_codes(rows, bound)
+    assert same_bits(found + 0.0, delivered + 0.0)  # -0.0 comes as the code 0
+
+
+def test_tables_are_classified_without_compiling_kernels_of_the_cpu() -> None:
+    program = (
+        "import sys, torch; from bitslab.distributed import AdaptiveBound; "
+        "print(AdaptiveBound().classify(torch.randn(100, 8))[1]); "
+        "assert 'numba' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.strip() in AdaptiveBound.CLASSES, done.stderr
 
 
 def test_tables_that_merge_much_get_a_small_bound():
