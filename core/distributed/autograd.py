@@ -338,7 +338,8 @@ class CompressedAllToAll:
             if self._pieces > 1:
                 raise ArgumentError(f"row_ids: given with pieces={self._pieces}")
             part, name = plan.parts[number], given[number].state.name
-            rows, needed = rows_of(given[number].rows, part.row), self._caller.takes_ids(FORWARD)
+            needed = self._caller.looks_at_rows(FORWARD)
+            rows = rows_of(given[number].rows, part.row)
             found[number] = repeats_of(name, rows, part.send_rows, of_rows, needed=needed)
         return found
 
@@ -455,10 +456,14 @@ class CompressedAllToAll:
     def _rows(self, call: Call, tensors: Sequence[torch.Tensor], memory: Memory) -> list[Rows]:
         """Return rows as they are sent forward, with their bounds."""
         plan, rows = call.plan, []
+        looked_at: bool | None = None  # asked once, where a table has a bound
         for number, (part, t) in enumerate(zip(plan.parts, tensors, strict=True)):
             flat, bound, relative = rows_of(t, part.row), 0.0, False
             if part.state.bound is not None:
-                bound, relative = part.state.bound_of(flat, self.iteration)
+                if looked_at is None:
+                    looked_at = self._caller.looks_at_rows(FORWARD)
+                if looked_at:
+                    bound, relative = part.state.bound_of(flat, self.iteration)
             rows.append(
                 Rows(
                     flat,

@@ -137,8 +137,8 @@ class Caller:
         self.decision = of_kind.decision
         return of_kind.choice(bounded=bounded)
 
-    def takes_ids_of(self, group: dist.ProcessGroup, kind: Hashable) -> bool:
-        """Return whether the next call of a kind needs ids as `takes_ids` says; begins nothing."""
+    def looks_at_rows_of(self, group: dist.ProcessGroup, kind: Hashable) -> bool:
+        """Return what `looks_at_rows` does of the next call of a kind; begins nothing."""
         if self.codec != "auto" or group.size() == 1:
             return not self.is_plain()
         decision = self._kinds.next_decision(kind)
@@ -148,8 +148,11 @@ class Caller:
         """Return whether torch's own collective delivers the next exchange."""
         return self.codec == "raw" or self._mode(way) == PLAIN
 
-    def takes_ids(self, way: int = 0) -> bool:
-        """Return whether the next exchange needs the ids of rows: to go by, or to decide by."""
+    def looks_at_rows(self, way: int = 0) -> bool:
+        """Return whether ids and bounds of rows count in the next exchange: it codes, or decides.
+
+        Else torch's own collective delivers all bytes.
+        """
         return not self.is_plain(way) or (self.codec == "auto" and self.decision.decides_next(way))
 
     def _mode(self, way: int) -> str:

@@ -14,7 +14,7 @@ from ..engine.codecs import check_tensor_argument
 from ..engine.codecs.base import share_memory
 from ..errors import ArgumentError, ArgumentTypeError
 from .bounds import ErrorBound, bound_on_device, checked_bound
-from .caller import checked_codec, function_caller
+from .caller import Caller, checked_codec, function_caller
 from .checks import check_dtype, checked_group, cut_rows, refuse_capture, repeats_of, row_of
 from .device import DeviceExchange
 from .helpers import helper_of
@@ -200,7 +200,7 @@ def all_to_all_single(
         row_ids is not None,
     )
     # An asynchronous exchange on the CPU has another caller, which is not asked here.
-    needed = (async_op and not there) or caller.takes_ids_of(group, kind)
+    needed = (async_op and not there) or caller.looks_at_rows_of(group, kind)
     repeats, failed = None, None
     try:
         repeats = repeats_of("", sent, send_rows, row_ids, needed=needed)
@@ -209,13 +209,12 @@ def all_to_all_single(
     except Exception as error:
         failed = error  # raised where the other ranks come to know of it
 
-    def rows_to(into: torch.Tensor) -> Rows:
+    def rows_to(into: torch.Tensor, of: Caller) -> Rows:
         if failed is not None:
             raise failed
-        value: float | torch.Tensor = 0.0
-        relative = False
+        value, relative = 0.0, False
         if bound is not None and sent.device.type == "cpu":
-            value = bound.absolute(sent)
+            value = bound.absolute(sent) if of.looks_at_rows() else 0.0
         elif bound is not None:
             value, relative = bound_on_device(bound, 0)
         return Rows(sent, into, send_rows, receive_rows, value, relative, repeats=repeats)
@@ -223,7 +222,7 @@ def all_to_all_single(
     if there:
         caller.begin_call(group, input.device, kind, own, bounded=bound is not None)
         try:
-            rows = rows_to(target)  # what is damaged is not written there
+            rows = rows_to(target, caller)  # what is damaged is not written there
         except Exception as error:
             caller.fail_call(group, input.device, 0, error)
             raise
@@ -240,7 +239,7 @@ def all_to_all_single(
         try:
             # What comes compressed may be damaged: the output is written once all of it is sound.
             into = target if caller.is_plain() else torch.empty_like(target)
-            rows = rows_to(into)
+            rows = rows_to(into, caller)
         except Exception as error:
             caller.fail_call(over, input.device, 0, error)
             raise

@@ -34,7 +34,9 @@ def copy_rows(into: list[torch.Tensor], given: list[torch.Tensor]) -> None:
     into, given : list of torch.Tensor
         Of one dtype in each pair.
     """
-    # On a GPU `_foreach_copy_` goes through float32 for smaller ones, which makes all NaN one.
-    if any(t.dtype.is_floating_point and t.dtype.itemsize < 4 for t in into):
-        into, given = [as_integers(t) for t in into], [as_integers(t) for t in given]
+    for t in into:
+        # On a GPU `_foreach_copy_` goes through float32 for smaller ones, which makes all NaN one.
+        if t.dtype.is_floating_point and t.dtype.itemsize < 4:
+            into, given = [as_integers(t) for t in into], [as_integers(t) for t in given]
+            break
     torch._foreach_copy_(into, given)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+from collections.abc import Iterator
 from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import bitslab
 from bitslab.distributed import (
@@ -81,6 +83,26 @@ def test_tables_are_classified_without_compiling_kernels_of_the_cpu() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip() in AdaptiveBound.CLASSES, done.stderr
+
+
+@pytest.fixture
+def group_of_one() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group_of_one")
+def test_bounds_are_not_looked_for_where_all_bytes_cross(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absolute(*args: Any) -> float:
+        raise AssertionError("elements were read")
+
+    monkeypatch.setattr(ErrorBound, "absolute", absolute)
+    rows, found = torch.randn(4, 3), torch.empty(4, 3)
+    all_to_all_single(found, rows, codec="raw", error_bound=0.1)
+    assert torch.equal(found, rows)
+    for bound in (0.1, AdaptiveBound()):
+        assert torch.equal(CompressedAllToAll(bound, codec="raw")(rows), rows)
 
 
 def test_tables_that_merge_much_get_a_small_bound():
