@@ -8,6 +8,7 @@ from .handles import WeightHandle
 from .images import DeviceImage
 from .offload import (
     attach_weights,
+    bring_inputs,
     move_unpacked,
     offload_report,
     offload_weights,
@@ -45,6 +46,7 @@ __all__ = [
     "WeightPacker",
     "WeightStream",
     "attach_weights",
+    "bring_inputs",
     "check_counts",
     "check_fused",
     "choose_tiers",

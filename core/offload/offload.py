@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from ..module_tensors import own_buffers, own_parameters
 from .attached import ATTRIBUTE, LateStream, OffloadedModel, find_offloaded
 from .fused import Fused, check_fused
 from .handles import WeightHandle
+from .hooks import aligned
 from .report import OffloadReport
 from .residence import MIN_UNIT_BYTES, Keep, Tier, choose_tiers
 from .store import PackedWeights
@@ -375,6 +377,17 @@ def move_unpacked(model: nn.Module, device: torch.device) -> None:
         for name, buffer in buffers.items():
             if buffer is not None and not buffer.is_meta and buffer.device != device:
                 buffers[name] = buffer.to(device)
+
+
+def bring_inputs(model: nn.Module) -> None:
+    """Have what a model is called with moved to its parameters, as it is where weights stream."""
+    model.register_forward_pre_hook(_to_parameters, with_kwargs=True, prepend=True)
+
+
+def _to_parameters(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    return aligned(args, kwargs, next(module.parameters()).device)
 
 
 def _check_model(model: nn.Module) -> None:

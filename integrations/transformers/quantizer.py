@@ -34,6 +34,7 @@ from bitslab.offload import (
     PackedWeights,
     Unit,
     attach_weights,
+    bring_inputs,
     choose_tiers,
     cut_units,
     deferred_state_dict,
@@ -419,6 +420,8 @@ class BitslabQuantizer(HfQuantizer):  # type: ignore[misc, unused-ignore]
                 raise
         else:
             move_unpacked(model, loader.device)
+            if self._plan.asked_for is not None and not _is_current(loader.device):
+                bring_inputs(model)  # of several GPUs the plan chose another than the caller's
         self._model = self._loader = None
         return model
 
@@ -573,3 +576,8 @@ def _has_module(model: Any, name: str) -> bool:
 def _put(model: Any, name: str, parameter: nn.Parameter) -> None:
     owner, _, attribute = name.rpartition(".")
     setattr(model.get_submodule(owner), attribute, parameter)
+
+
+def _is_current(device: torch.device) -> bool:
+    """Return whether a device is that of ``tensor.cuda()``, or no GPU."""
+    return device.type != "cuda" or device.index == torch.cuda.current_device()

@@ -21,7 +21,7 @@ from bitslab.offload import (
     restore_weights,
 )
 from bitslab.offload.hooks import aligned
-from bitslab.offload.offload import move_unpacked
+from bitslab.offload.offload import bring_inputs, move_unpacked
 from tests.helpers import same_bits
 from tests.offload.models import (
     Blocks,
@@ -418,6 +418,16 @@ def test_arguments_and_parameters_of_other_classes_are_moved_as_they_are():
     moved = aligned((given,), {}, torch.device("meta"))
     assert moved is not None and moved[0][0]["pair"][0].is_meta and moved[0][0]["cache"] is cache
     assert aligned((there, [there], {"a": there}), {}, torch.device("cpu")) is None
+
+
+def test_inputs_are_brought_to_where_the_parameters_are() -> None:
+    model = nn.Linear(2, 2)
+    bring_inputs(model)
+    x = torch.ones(3, 2)
+    expected = model(x)
+    assert torch.equal(copy.deepcopy(model)(x), expected)
+    there = pickle.loads(pickle.dumps(model)).to("meta")
+    assert there(x).is_meta and there(input=x).is_meta
 
 
 def test_memory_that_runs_out_while_restoring_changes_nothing(monkeypatch):

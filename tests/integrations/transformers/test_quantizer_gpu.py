@@ -32,7 +32,7 @@ def plain(folder: Path) -> Any:
 
 @torch.no_grad()
 def logits(model: Any) -> torch.Tensor:
-    found: torch.Tensor = model(**{k: v.to(model.device) for k, v in inputs().items()}).logits
+    found: torch.Tensor = model(**{k: v.cuda() for k, v in inputs().items()}).logits
     return found
 
 
