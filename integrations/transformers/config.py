@@ -42,6 +42,9 @@ class BitslabConfig(QuantizationConfigMixin):  # type: ignore[misc, unused-ignor
     a dict of modules                   as it says                   the GPU that it names
     ==================================  ===========================  ==============================
 
+    Of several GPUs a plan takes the one with most room, mostly the last one where transformers
+    balances; inputs may be on any.
+
     Parameters
     ----------
     execution_device : str, int or torch.device, optional
