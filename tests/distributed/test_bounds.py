@@ -11,6 +11,7 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore
 
 import bitslab
 from bitslab.distributed import (
@@ -88,7 +89,7 @@ def test_tables_are_classified_without_compiling_kernels_of_the_cpu() -> None:
 
 @pytest.fixture
 def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
 
