@@ -61,11 +61,11 @@ class Step:
 
 
 #: Nanoseconds of a multiplication with its addition, an element that is visited along an edge, an
-#: element that is read or written in order, and an operator that is called. They are estimates. Of a
-#: CPU from steps of 64 float32 values; of a GPU such that training steps of RGCN, 64 float32 values,
-#: on drawn graphs of the sizes of FB15k-237 and AM, with and without compaction, are predicted within
-#: a factor of two of what an H100 took, and a call is what a host takes to start a kernel.
-COSTS = {"cpu": (0.04, 0.7, 0.3, 5000.0), "cuda": (0.00015, 0.003, 0.002, 10_000.0)}
+#: element that is read or written in order, and an operator that is called. They are estimates: of
+#: a CPU from steps of 64 float32 values; of a GPU such that steps of RGCN, 64 float32 values, on
+#: graphs of the sizes of FB15k-237 and AM, with and without compaction, are predicted within a
+#: factor of two of what training on an H100 took. A call is what starting a kernel takes the host.
+COSTS = {"cpu": (0.04, 0.7, 0.3, 5000.0), "cuda": (0.0002, 0.005, 0.003, 10_000.0)}
 
 
 class Steps:

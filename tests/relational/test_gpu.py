@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -101,3 +103,21 @@ def test_no_raw_row_is_written_to_device_memory():
     before = torch.cuda.memory_allocated()
     program(graph, table, weight).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 4 << 20
+
+
+def test_the_memory_of_a_graph_goes_with_its_last_user():
+    plain = random_graph(0, 300, 300, 2000, 12)
+    inputs = {k: x.cuda() for k, x in inputs_of("rgat", plain, torch.float32).items()}
+    program = PROGRAMS["rgat"].compile()
+    run(program, on_gpu(plain), inputs)  # compiles
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        graph = on_gpu(plain)
+        run(program, graph, inputs)
+        assert torch.cuda.memory_allocated() > before
+        del graph
+        assert torch.cuda.memory_allocated() == before
+    finally:
+        gc.enable()
