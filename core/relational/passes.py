@@ -251,7 +251,8 @@ class Lowering:
             return None
         if weight is not None and weight.width != 1 and not weighs(weight.shape, x.shape):
             return None  # each head would have a sum of its own
-        by_dst = self._cheaper_sides(x, self.steps.typed_linear(x, matrix, product.line))
+        y = self.steps.typed_linear(x, matrix, product.line)
+        by_dst = self._cheaper_sides(x, y, weight is not None)
         if not any(by_dst):
             return None
         # Rows of heads, and matrices of one column or row, are not multiplied as a batch.
@@ -265,11 +266,14 @@ class Lowering:
     def _used_elsewhere(self, chain: Sequence[Value]) -> bool:
         return any(self.users[id(value)] > 1 for value in chain)
 
-    def _cheaper_sides(self, x: Step, y: Step) -> list[bool]:
+    def _cheaper_sides(self, x: Step, y: Step, weighted: bool) -> list[bool]:
         """Return for each relation whether its messages are summed before they are multiplied.
 
-        For none of them unless that pays: a program where some are takes one operator more, and
-        copies the rows of the other relations, which a product reads by index else.
+        For none of them unless that pays. Where some are, the rows of the other relations are
+        copied, which a product reads by index else, and operators are added: one going forward;
+        going backward none, or four where edges are weighted and the weights take a gradient. A
+        backward pass saves about twice what a forward pass does. Forward passes alone are compared,
+        so that inference has the bits of training.
         """
         multiply, visit, copy, call = self.steps.costs
         sides = self.graph.rows("pair_src"), self.graph.rows("pair_dst")
@@ -286,7 +290,8 @@ class Lowering:
             chosen.append(after < copied)
             saved += before - min(after, copied)
             gains = gains or after < before
-        pays = gains if self.passes.sides else saved > call
+        added = 2 if weighted else 1
+        pays = gains if self.passes.sides else saved > added * call
         return chosen if pays else [False] * len(chosen)
 
 

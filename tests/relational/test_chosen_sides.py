@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bitslab.relational as rel
-from bitslab.relational import TYPED_SUM, Passes, execute, graph, steps
+from bitslab.relational import TYPED_SUM, WEIGHTED_SUM, Passes, execute, graph, steps
 from tests.relational.oracle import random_graph
 from tests.relational.test_host_calls import launches_of
 from tests.simt.runner import simt_kernels
@@ -63,6 +63,17 @@ def test_an_option_that_is_given_is_followed_for_any_size(
     on_device(monkeypatch, device)
     found = space_of_products(stars(leaves), Passes(sides=asked), leaves)
     assert found == ("mixed:10" if asked else "pair_src")
+
+
+def test_edges_that_are_weighted_add_more_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_device(monkeypatch, "cuda")
+    leaves = 12_000  # saves more than one operator takes, and less than two
+    made, inputs = stars(leaves), inputs_of(leaves)
+    spaces = {}
+    for program, more in ((TYPED_SUM, []), (WEIGHTED_SUM, [torch.ones(made.num_edges)])):
+        order = program.plan(made, [*inputs, *more]).forward.order
+        spaces[program] = [step.space for step in order if step.op == "typed_linear"]
+    assert spaces == {TYPED_SUM: ["mixed:10"], WEIGHTED_SUM: ["pair_src"]}
 
 
 def test_no_relation_is_summed_first_where_none_is_cheaper_so() -> None:
