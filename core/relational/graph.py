@@ -298,6 +298,9 @@ class RelationalGraph:
 
         It must not hold the graph.
         """
+        known: T | None = self._made.get(key)
+        if known is not None:
+            return known
         return self._kept(self._made, key, make)
 
     def plan(self, key: Any, make: Callable[[RelationalGraph], T]) -> T:
@@ -306,12 +309,12 @@ class RelationalGraph:
         It may hold the graph that `make` is given: one with the same rows, and without plans. So
         the memory of all goes when the last user of the graph, or of a plan, is gone.
         """
+        known: T | None = self._plans.get(key)
+        if known is not None:
+            return known
         return self._kept(self._plans, key, lambda: make(self._without_plans))
 
     def _kept(self, kept: dict[Any, Any], key: Any, make: Callable[[], T]) -> T:
-        known: T | None = kept.get(key)
-        if known is not None:
-            return known
         with self._lock:
             if key not in kept:
                 with planning():

@@ -275,7 +275,7 @@ class Lowering:
         backward pass saves about twice what a forward pass does. Forward passes alone are compared,
         so that inference has the bits of training.
         """
-        multiply, visit, copy, call = self.steps.costs
+        multiply, visit, copy, call, _ = self.steps.costs
         sides = self.graph.rows("pair_src"), self.graph.rows("pair_dst")
         edges = self.graph.rows("typed_edge").bounds
         row = x.width * y.shape[-1] * multiply + (x.width + y.width) * copy
