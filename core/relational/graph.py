@@ -19,6 +19,7 @@ Pairs and typed edges are sorted by relation, so that a relation's rows are a sl
 from __future__ import annotations
 
 import contextlib
+import copy
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -216,6 +217,10 @@ class RelationalGraph:
         columns = [edge_index[0], edge_index[1], edge_type]
         with planning():
             self._plan(columns)
+        # What plans hold: with plans of its own it would be a cycle, whose memory waits for the
+        # garbage collector.
+        self._without_plans = copy.copy(self)
+        self._plans: dict[Any, Any] = {}
 
     def _plan(self, columns: list[torch.Tensor]) -> None:
         """Check ranges and put the edges in order."""
@@ -289,15 +294,32 @@ class RelationalGraph:
             )
 
     def once(self, key: Any, make: Callable[[], T]) -> T:
-        """Return what `make` returned for this key when it was asked for first."""
-        kept: T | None = self._made.get(key)
-        if kept is not None:
-            return kept
+        """Return what `make` returned for this key when it was asked for first.
+
+        It must not hold the graph.
+        """
+        known: T | None = self._made.get(key)
+        if known is not None:
+            return known
+        return self._kept(self._made, key, make)
+
+    def plan(self, key: Any, make: Callable[[RelationalGraph], T]) -> T:
+        """Return what `make` returned for this key when it was asked for first.
+
+        It may hold the graph that `make` is given: one with the same rows, and without plans. So
+        the memory of all goes when the last user of the graph, or of a plan, is gone.
+        """
+        known: T | None = self._plans.get(key)
+        if known is not None:
+            return known
+        return self._kept(self._plans, key, lambda: make(self._without_plans))
+
+    def _kept(self, kept: dict[Any, Any], key: Any, make: Callable[[], T]) -> T:
         with self._lock:
-            if key not in self._made:
+            if key not in kept:
                 with planning():
-                    self._made[key] = make()
-            found: T = self._made[key]
+                    kept[key] = make()
+            found: T = kept[key]
             return found
 
     def rows(self, space: str) -> Rows:

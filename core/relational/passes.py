@@ -39,15 +39,17 @@ class Passes:
         Multiply weights by each other first where that costs less.
     compact : bool
         Compute what depends on a node and a relation alone once for each distinct pair.
-    sides : bool
+    sides : bool, optional
         Choose for each relation whether messages are multiplied before or after they are summed.
+        None: where that is predicted to save more than the operator that it adds takes; True:
+        wherever it is predicted to cost less for any relation, however little.
     fuse : bool
         Sum and multiply along edges in one loop, without edgewise temporaries.
     """
 
     reorder: bool = True
     compact: bool = True
-    sides: bool = True
+    sides: bool | None = None
     fuse: bool = True
 
 
@@ -238,7 +240,7 @@ class Lowering:
         while product.op in ("split", "flatten"):
             views.append(product)
             product = product.args[0]
-        if product.op != "typed_linear" or not (self.passes.sides and self.passes.compact):
+        if product.op != "typed_linear" or self.passes.sides is False or not self.passes.compact:
             return None
         x, matrix = map(self.step, product.args)
         if x.op == "packed" or x.space != "src" or self._used_elsewhere([*views, product]):
@@ -249,7 +251,8 @@ class Lowering:
             return None
         if weight is not None and weight.width != 1 and not weighs(weight.shape, x.shape):
             return None  # each head would have a sum of its own
-        by_dst = self._cheaper_sides(x, self.steps.typed_linear(x, matrix, product.line))
+        y = self.steps.typed_linear(x, matrix, product.line)
+        by_dst = self._cheaper_sides(x, y, weight is not None)
         if not any(by_dst):
             return None
         # Rows of heads, and matrices of one column or row, are not multiplied as a batch.
@@ -263,21 +266,33 @@ class Lowering:
     def _used_elsewhere(self, chain: Sequence[Value]) -> bool:
         return any(self.users[id(value)] > 1 for value in chain)
 
-    def _cheaper_sides(self, x: Step, y: Step) -> list[bool]:
-        """Return for each relation whether its messages are summed before they are multiplied."""
-        multiply, visit, copy, _ = self.steps.costs
+    def _cheaper_sides(self, x: Step, y: Step, weighted: bool) -> list[bool]:
+        """Return for each relation whether its messages are summed before they are multiplied.
+
+        For none of them unless that pays. Where some are, the rows of the other relations are
+        copied, which a product reads by index else, and operators are added: one going forward;
+        going backward none, or four where edges are weighted and the weights take a gradient. A
+        backward pass saves about twice what a forward pass does. Forward passes alone are compared,
+        so that inference has the bits of training.
+        """
+        multiply, visit, copy, call, _ = self.steps.costs
         sides = self.graph.rows("pair_src"), self.graph.rows("pair_dst")
         edges = self.graph.rows("typed_edge").bounds
         row = x.width * y.shape[-1] * multiply + (x.width + y.width) * copy
-        chosen = []
+        chosen, saved, gains = [], 0.0, False
         for r in range(self.graph.num_relations):
             sources, destinations = (s.bounds[r + 1] - s.bounds[r] for s in sides if s.bounds)
             assert edges is not None
             n = edges[r + 1] - edges[r]
             before = sources * row + n * y.width * visit
             after = destinations * (row + y.width * visit) + n * x.width * visit
-            chosen.append(after < before)
-        return chosen
+            copied = before + sources * x.width * visit
+            chosen.append(after < copied)
+            saved += before - min(after, copied)
+            gains = gains or after < before
+        added = 2 if weighted else 1
+        pays = gains if self.passes.sides else saved > added * call
+        return chosen if pays else [False] * len(chosen)
 
 
 def _factors(value: Value) -> Iterator[Value]:

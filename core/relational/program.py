@@ -188,7 +188,7 @@ class CompiledProgram:
                 for x in inputs
             ]),
         )  # fmt: skip
-        return graph.once(key, lambda: self._make(graph, inputs, graded, key[1], key[2]))
+        return graph.plan(key, lambda rows: self._make(rows, inputs, graded, key[1], key[2]))
 
     def _make(
         self,

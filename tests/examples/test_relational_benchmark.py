@@ -30,6 +30,13 @@ def test_peers_compute_the_same(model, benchmark):
         torch.testing.assert_close(ways[way](x), expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_pass_that_changes_no_step_is_not_timed(benchmark):
+    graph = benchmark.drawn("small", (40, 300, 5, 0.4))
+    row = benchmark.pass_row(graph, benchmark.TYPED_SUM, 8)
+    assert row["no reorder"] == row["no sides"] == "same"
+    assert all(float(row[name]) > 0 for name in ("all", "no compact", "no fuse"))
+
+
 def test_rows_are_printed_as_they_come(benchmark, capsys):
     table = benchmark.Printer("Title")
     table.add({"a": 1})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 
@@ -101,3 +103,23 @@ def test_no_raw_row_is_written_to_device_memory():
     before = torch.cuda.memory_allocated()
     program(graph, table, weight).sum().backward()
     assert torch.cuda.max_memory_allocated() - before < 4 << 20
+
+
+def test_the_memory_of_a_graph_goes_with_its_last_user():
+    plain = random_graph(0, 300, 300, 2000, 12)
+    drawn = inputs_of("rgat", plain, torch.float32).values()
+    inputs = [x.cuda().requires_grad_() for x in drawn]
+    program = PROGRAMS["rgat"].compile()
+    program(on_gpu(plain), *inputs)  # compiles
+    gc.collect()
+    gc.disable()
+    try:
+        before = torch.cuda.memory_allocated()
+        graph = on_gpu(plain)
+        # A backward pass ends in a thread of torch's, which lets go of its memory a moment later.
+        outputs = program(graph, *inputs)
+        assert torch.cuda.memory_allocated() > before
+        del graph, outputs
+        assert torch.cuda.memory_allocated() == before
+    finally:
+        gc.enable()

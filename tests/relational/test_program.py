@@ -20,6 +20,7 @@ from tests.relational.programs import PROGRAMS, SAME_NODES, hgt, inputs_of, one_
 
 OFF = [
     Passes(),
+    Passes(sides=True),
     *(dataclasses.replace(Passes(), **{f.name: False}) for f in dataclasses.fields(Passes)),
     Passes(False, False, False, False),
 ]
@@ -51,7 +52,9 @@ def test_result_and_gradients_of_each_pass(name, passes, backend):
 
 @given(
     name=st.sampled_from(sorted(PROGRAMS)),
-    passes=st.builds(Passes, *[st.booleans()] * 4),
+    passes=st.builds(
+        Passes, *[st.booleans()] * 2, st.sampled_from([None, False, True]), st.booleans()
+    ),
     backend=st.sampled_from(["auto", "torch"]),
     sizes=st.tuples(*[st.integers(1, 6)] * 2, st.integers(0, 25), st.integers(1, 10)),
     seed=st.integers(0, 1000),
@@ -116,7 +119,8 @@ def one_sum(g, x, w):
 )
 def test_only_rows_of_a_batch_are_padded(row, weight, padded):
     made = random_graph(3, 300, 20, 400, 9)
-    plan = one_sum.compile().plan(made, [torch.ones(300, *row), torch.ones(9, *weight)])
+    sums_first = one_sum.compile(Passes(sides=True))
+    plan = sums_first.plan(made, [torch.ones(300, *row), torch.ones(9, *weight)])
     (product,) = [s for s in plan.forward.order if s.op == "typed_linear"]
     assert product.space.partition(":")[0] == ("padded" if padded else "mixed")
     assert bool((made.rows(product.space).node == NO_NODE).any()) == padded
@@ -170,11 +174,11 @@ def test_each_relation_is_summed_first_where_that_leaves_fewer_products():
     many, one = torch.arange(200), torch.zeros(200, dtype=torch.long)
     edges = torch.stack([torch.cat([many, one]), torch.cat([one, many])])
     graph = rel.RelationalGraph(edges, torch.arange(2).repeat_interleave(200), 200, 2)
-    plan = steps_of(rgcn, graph, "rgcn")
+    plan = steps_of(rgcn, graph, "rgcn", Passes(sides=True))
     (product,) = [s for s in plan.forward.order if s.op == "typed_linear"]
     assert product.space == "mixed:10"
     assert graph.rows("mixed:10").n == 2
-    check("rgcn", graph, Passes())
+    check("rgcn", graph, Passes(sides=True))
 
 
 def test_weights_are_multiplied_first_where_that_costs_less():
@@ -213,10 +217,10 @@ def test_tensors_that_all_rows_share_are_added(passes):
 def test_attention_of_one_head_is_summed_by_sides():
     src, kinds = torch.arange(300), torch.zeros(300, dtype=torch.long)
     graph = rel.RelationalGraph(torch.stack([src, src % 2]), kinds, 300, 1)
-    plan = steps_of(one_head, graph, "one_head")
+    plan = steps_of(one_head, graph, "one_head", Passes(sides=True))
     spaces = {s.space for s in plan.forward.order if s.op == "typed_linear"}
     assert "mixed:1" in spaces
-    check("one_head", graph, Passes())
+    check("one_head", graph, Passes(sides=True))
 
 
 def test_weights_are_not_copied_by_edge():
