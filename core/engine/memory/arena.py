@@ -296,7 +296,7 @@ class Arena:
         self._lock = threading.Lock()
         self._slabs: list[_Slab] = []
         self._returned: deque[_Taken] = deque()
-        self._deferred: list[tuple[list[Event], _Taken]] = []
+        self._deferred: deque[tuple[list[Event], _Taken]] = deque()
         self._dedicated: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -347,6 +347,16 @@ class Arena:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=THREAD_NAME)
         return self._threads.submit(self._reserve_new_on, nbytes, kind, device)
+
+    def collect(self) -> None:
+        """Free pieces that went back, up to the first that a GPU may still use; waits for nothing.
+
+        `reserve` frees all it can. This is for takers that reserve much and cut little: until a
+        piece is free it holds the events of `cut`, which whoever made them may use again.
+        While the current stream is captured in a graph nothing with events is freed.
+        """
+        with self._lock:
+            self._collect(in_order=True)
 
     def buffer(self, nbytes: int) -> HostBuffer:
         """Return a page-locked buffer of exactly this size that is in no slab.
@@ -452,8 +462,12 @@ class Arena:
                     raise
                 return HostBuffer.allocate(nbytes, pin=kind.pin, private=kind.private)
 
-    def _collect(self) -> None:
-        """Free what was returned and no GPU uses any more; with the lock held."""
+    def _collect(self, *, in_order: bool = False) -> None:
+        """Free what was returned and no GPU uses any more; with the lock held.
+
+        With `in_order` up to the first that one may use: where the host is far ahead of a GPU, the
+        events behind it are not asked for again and again.
+        """
         # Asking for events would end a graph capture.
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         wait = in_use and page_locking.registrar.capturing()
@@ -471,15 +485,18 @@ class Arena:
                     self._returned.append(gone)
                 else:
                     self._deferred.append((events, gone))
-        if wait or not self._deferred:
+        if wait:
             return
-        left = []
-        for events, gone in self._deferred:
+        deferred = self._deferred
+        for _ in range(len(deferred)):
+            events, gone = deferred[0]
             if all(map(_passed, events)):
+                deferred.popleft()
                 gone.slab.free.give_back(gone.begin, gone.end)
+            elif in_order:
+                return
             else:
-                left.append((events, gone))
-        self._deferred = left
+                deferred.rotate(-1)  # behind the others, whose order remains
 
 
 def _events(pending: Pending) -> list[Event] | None:

@@ -236,10 +236,11 @@ class StreamLane:
         calls, address = driver(), stream.cuda_stream
         status = 0
         for mark in (after, then_after):
-            if type(mark) is not StreamEvent:
+            if type(mark) is StreamEvent:
+                if not mark.has_passed:
+                    status = status or calls.wait(address, mark.address, 0)
+            elif mark is not None:
                 self.wait(mark)
-            elif not mark.has_passed:
-                status = status or calls.wait(address, mark.address, 0)
         if nbytes:
             status = status or calls.copy(target, source, nbytes, address)
         if status:
