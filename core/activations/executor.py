@@ -319,8 +319,11 @@ class Executor:
             done = self._out.run(self._host_encoder.encode, swap, flat, host, timing)
             copy.stored = done
         else:
-            work = swap, flat, staged.data, sm_budget, timing
-            done = staged.fill(encode, *work, after=begin)
+            data = staged.data
+            if timing is None:
+                done = staged.fill(swap.encode, flat, data, sm_budget, after=begin)
+            else:
+                done = staged.fill(encode, swap, flat, data, sm_budget, timing, after=begin)
             expected_bytes = self.traffic.sizes.expected(copy.name, codec.name)
             copy.stored = staged.send(host, expected_bytes)
         copy.encoded_by(codec, swap)

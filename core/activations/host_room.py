@@ -12,8 +12,8 @@ from .tiers import HostLimit
 
 #: Host memory is reserved in pieces of this many bytes or more: page-locking costs by the call.
 RESERVED_BYTES = 64 << 20
-#: After so many pieces those that went back are looked for: a reservation may be thousands of them,
-#: and as many events, of which making one takes longer than all else that a copy asks of the driver.
+#: After so many pieces of a GPU those that went back are freed: a reservation may be thousands of
+#: them, each with an event, and an event that is used again costs a tenth of a new one.
 CUTS_A_COLLECTION = 64
 
 
@@ -125,7 +125,7 @@ class HostRoom:
         return reservation.cut(nbytes, events.copy, returned)
 
     def cut_piece(self, nbytes: int, events: list[Event]) -> HostPiece:
-        """Return memory as `cut` does, for what is copied by address: a tensor takes longer."""
+        """Return memory as `cut` does, for what a GPU copies by address: a tensor takes longer."""
         nbytes = max(nbytes, 1)
         self._pieces += 1
         if not self._pieces % CUTS_A_COLLECTION:
