@@ -12,8 +12,8 @@ from .tiers import HostLimit
 
 #: Host memory is reserved in pieces of this many bytes or more: page-locking costs by the call.
 RESERVED_BYTES = 64 << 20
-#: After so many pieces of a GPU those that went back are freed: a reservation may be thousands of
-#: them, each with an event, and an event that is used again costs a tenth of a new one.
+#: After so many pieces of a GPU up to twice as many that went back are freed: a reservation may be
+#: thousands of them, each with an event, and one that is used again costs a tenth of a new one.
 CUTS_A_COLLECTION = 64
 
 
@@ -129,7 +129,7 @@ class HostRoom:
         nbytes = max(nbytes, 1)
         self._pieces += 1
         if not self._pieces % CUTS_A_COLLECTION:
-            host_arena().collect()
+            host_arena().collect(2 * CUTS_A_COLLECTION)
         reservation = self._reservation
         if reservation is None or reservation.nbytes < nbytes:
             reservation = self._reserve(nbytes)

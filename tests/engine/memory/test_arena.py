@@ -89,16 +89,15 @@ class Pieces(RuleBasedStateMachine):
         assert 0 <= nbytes - total - reserved.nbytes < ALIGN_BYTES * n
 
     @precondition(lambda self: self.pieces)
-    @rule(data=st.data(), passed=st.booleans(), collects=st.booleans())
-    def drop(self, data: st.DataObject, passed: bool, collects: bool) -> None:
+    @rule(data=st.data(), passed=st.booleans(), most=st.integers(0, 3))
+    def drop(self, data: st.DataObject, passed: bool, most: int) -> None:
         at = data.draw(st.integers(0, len(self.pieces) - 1))
         tensor, _, event = self.pieces.pop(at)
         event.passed = passed
         if not passed:
             self.waiting.append((*addresses(tensor), event))
         del tensor
-        if collects:
-            self.arena.collect()
+        self.arena.collect(most)
 
     @precondition(lambda self: self.waiting)
     @rule()
@@ -226,12 +225,14 @@ def test_pieces_are_collected_up_to_the_first_that_a_gpu_may_still_use() -> None
     for n in range(1, 4):
         while pieces:
             del pieces[0]
-        pool.collect()
+        pool.collect(10)
         assert waits.queries == n and free.free_bytes == 2 * 512
         assert [ref() is not None for ref in gone] == [False, False, True, True]
         assert gone[3]().queries == 0  # type: ignore[union-attr]
     waits.passed = True
-    pool.collect()
+    pool.collect(1)
+    assert free.free_bytes == 3 * 512 and gone[3]().queries == 0  # type: ignore[union-attr]
+    pool.collect(1)
     del waits
     assert free.free_bytes == 4 * 512 and not any(ref() for ref in gone)
 
