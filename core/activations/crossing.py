@@ -72,6 +72,7 @@ def bring(
     if expected_bytes is None:
         to, at = out.data_ptr(), host.data_ptr()
         return lane.copy(to, at, out.nbytes, after=after, then_after=stored)
+    assert not isinstance(after, Future)  # of the stream that computes
     lane.wait(stored)
     return lane.queue_on(copy_blob_on_gpu, host, out, expected_bytes, after=after)
 

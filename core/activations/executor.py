@@ -37,7 +37,7 @@ from .copies import StoredCopy
 from .crossing import HostEncoder, bring, send
 from .host_packing import CodecOf, HostPacking, RawOnHost
 from .host_room import HostMemory, HostRoom, Swaps
-from .limits import usual_in_flight_bytes
+from .limits import STAGED_COPIES, usual_in_flight_bytes
 from .moments import Moment, now
 from .on_disk import DiskMoves
 from .originals import Originals
@@ -201,9 +201,7 @@ class Executor:
             most = room = copy.nbytes
             swap = None
             if codec is not None:
-                if copy.form is not None:
-                    flat = flat.view(-1)
-                swap = self._swaps.of(codec, flat)
+                swap = self._swaps.of(codec, copy.elements, copy.dtype)
                 most = swap.max_bytes
                 room = self._host_room(copy, codec, most)
             host: HostMemory
@@ -321,8 +319,11 @@ class Executor:
             done = self._out.run(self._host_encoder.encode, swap, flat, host, timing)
             copy.stored = done
         else:
-            work = swap, flat, staged.data, sm_budget, timing
-            done = staged.fill(encode, *work, after=begin)
+            data = staged.data
+            if timing is None:
+                done = staged.fill(swap.encode, flat, data, sm_budget, after=begin)
+            else:
+                done = staged.fill(encode, swap, flat, data, sm_budget, timing, after=begin)
             expected_bytes = self.traffic.sizes.expected(copy.name, codec.name)
             copy.stored = staged.send(host, expected_bytes)
         copy.encoded_by(codec, swap)
@@ -348,9 +349,9 @@ class Executor:
         raw_bytes = allowed_bytes
         if self._stages and self.is_planned:  # both count, and nothing beyond
             raw_bytes -= self._staging.sending_bytes
-            self._staging.release(allowed_bytes - self._originals.in_flight_bytes, 0)
+            self._staging.release(allowed_bytes - self._originals.in_flight_bytes, 0, current)
         elif self._stages:
-            self._staging.release(allowed_bytes)
+            self._staging.release(allowed_bytes, STAGED_COPIES, current)
         self._originals.release(raw_bytes, current)
         if self._disk is not None:
             self._disk.poll(allowed_bytes if self._waits_for_disk else None)
@@ -359,7 +360,7 @@ class Executor:
         """Send a copy that was larger than its host memory to as much as it may need."""
         flat, codec = copy.original, copy.codec
         assert flat is not None and codec is not None
-        swap = self._swaps.of(codec, flat)
+        swap = self._swaps.of(codec, copy.elements, copy.dtype)
         host = self._room.cut(swap.max_bytes, copy.events)
         self._originals.hold(copy, self._store_encoded(copy, flat, host, None, None, swap, None))
 
@@ -529,13 +530,13 @@ class Executor:
             if swap is None:
                 return encoded if encoded.dtype is copy.dtype else encoded.view(copy.dtype)
         assert swap is not None
+        shape = None if copy.form is None else copy.form.shape
         if copy.blob is None or not self.traffic.is_due(decodes=True):
-            decoded = swap.decode(encoded)
-        else:
-            begin = now(self.device)
-            decoded = swap.decode(encoded)
-            self.traffic.decoded(copy.blob, [begin, now(self.device)])
-        return decoded if copy.form is None else decoded.view(copy.form.shape)
+            return swap.decode(encoded, shape)
+        begin = now(self.device)
+        decoded = swap.decode(encoded, shape)
+        self.traffic.decoded(copy.blob, [begin, now(self.device)])
+        return decoded
 
     def _fetched(self, copy: StoredCopy, current: torch.cuda.Stream | None) -> torch.Tensor:
         """Return the bytes of a copy as they crossed; what computes waits for them."""

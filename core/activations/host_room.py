@@ -12,6 +12,9 @@ from .tiers import HostLimit
 
 #: Host memory is reserved in pieces of this many bytes or more: page-locking costs by the call.
 RESERVED_BYTES = 64 << 20
+#: After so many pieces of a GPU up to twice as many that went back are freed: a reservation may be
+#: thousands of them, each with an event, and one that is used again costs a tenth of a new one.
+CUTS_A_COLLECTION = 64
 
 
 #: Bytes on the host, uint8; both say ``nbytes`` and ``data_ptr()``.
@@ -72,9 +75,8 @@ class Swaps:
         #: They hold their codec, so that no other one gets its number.
         self._known: dict[tuple[int, int, torch.dtype], FlatCodec] = {}
 
-    def of(self, codec: BlobCodec, flat: torch.Tensor) -> FlatCodec:
-        """Return a codec for tensors ``[n]`` such as `flat`."""
-        elements, dtype = flat.shape[0], flat.dtype
+    def of(self, codec: BlobCodec, elements: int, dtype: torch.dtype) -> FlatCodec:
+        """Return a codec for tensors of so many elements."""
         key = id(codec), elements, dtype
         found = self._known.get(key)
         if found is None:
@@ -98,6 +100,7 @@ class HostRoom:
     def __init__(self, on_gpu: bool, limit: HostLimit | None = None) -> None:
         self._on_gpu, self._limit = on_gpu, limit
         self._reservation: Reservation | None = None
+        self._pieces = 0
 
     def cut(self, nbytes: int, events: list[Event]) -> torch.Tensor:
         """Return memory, which goes back when its last tensor is gone and the GPU is done with it.
@@ -122,8 +125,11 @@ class HostRoom:
         return reservation.cut(nbytes, events.copy, returned)
 
     def cut_piece(self, nbytes: int, events: list[Event]) -> HostPiece:
-        """Return memory as `cut` does, for what is copied by address: a tensor takes longer."""
+        """Return memory as `cut` does, for what a GPU copies by address: a tensor takes longer."""
         nbytes = max(nbytes, 1)
+        self._pieces += 1
+        if not self._pieces % CUTS_A_COLLECTION:
+            host_arena().collect(2 * CUTS_A_COLLECTION)
         reservation = self._reservation
         if reservation is None or reservation.nbytes < nbytes:
             reservation = self._reserve(nbytes)

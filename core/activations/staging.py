@@ -28,7 +28,7 @@ from ..engine.transfer import Event, StreamLane, copy_on
 from .copies import StoredCopy
 from .host_room import HostMemory
 from .limits import STAGED_COPIES
-from .traffic import SentBlob, is_done
+from .traffic import SentBlob
 
 
 class StagedBlob:
@@ -142,7 +142,8 @@ class Staging:
     Parameters
     ----------
     give_up : callable
-        Gives up the original of a copy that torch's current stream knows to be encoded.
+        Gives up the original of a copy that torch's current stream, which it is given too, knows to
+        be encoded.
     settle : callable
         Called with what is known by now of a copy whose host memory may be too small, and with it
         staged.
@@ -157,7 +158,7 @@ class Staging:
 
     def __init__(
         self,
-        give_up: Callable[[StoredCopy], None],
+        give_up: Callable[[StoredCopy, torch.cuda.Stream], None],
         settle: Callable[[StoredCopy | None, SentBlob, StagedBlob], None],
     ) -> None:
         self._give_up, self._settle = give_up, settle
@@ -194,22 +195,30 @@ class Staging:
             self._sending.append((ref, blob, staged))
             self.sending_bytes += staged.data.shape[0]
 
-    def release(self, allowed_bytes: int, last_copies: int = STAGED_COPIES) -> None:
+    def release(
+        self,
+        allowed_bytes: int,
+        last_copies: int = STAGED_COPIES,
+        current: torch.cuda.Stream | None = None,
+    ) -> None:
         """Give back what is over; torch's current stream waits for what is too much.
 
         Of the last copies so many are encoded beside what computes, and sent whatever they take.
+        `current` may be torch's current stream; it is looked up when left out.
         """
         while self._encoding:
             ref, staged, nbytes = self._encoding[0]
             assert staged.encoded is not None
             over = len(self._encoding) > last_copies or self._encoding_bytes > allowed_bytes
-            if not over and not is_done(staged.encoded):
+            if not over and not staged.encoded.query():
                 break
             copy = ref()
             if copy is not None and copy.original is not None:
+                if current is None:
+                    current = current_stream(staged.data.device)
                 if over:
-                    staged.encoded.wait(current_stream(staged.data.device))
-                self._give_up(copy)
+                    staged.encoded.wait(current)
+                self._give_up(copy, current)
             self._encoding.popleft()
             self._encoding_bytes -= nbytes
         while self._unsure and self._unsure[0][1].is_known:

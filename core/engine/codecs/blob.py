@@ -210,10 +210,10 @@ class BlobCodec(ABC):
         """
 
     def for_flat(self, elements: int, dtype: torch.dtype, device: torch.device) -> FlatCodec:
-        """Return what encodes and decodes tensors ``[elements]``, with arguments that are sound.
+        """Return what encodes and decodes tensors of one size, with arguments that are sound.
 
         For systems that swap tensors of one size again and again, in memory that they have taken
-        for it. The bytes are those of `encode`, whose limits hold.
+        for it. The bytes are those of `encode` of a tensor ``[elements]``, whose limits hold.
 
         Parameters
         ----------
@@ -276,7 +276,7 @@ class BlobCodec(ABC):
 
 
 class FlatCodec:
-    """A codec for tensors ``[n]`` of one size and dtype; `BlobCodec.for_flat` returns it.
+    """A codec for tensors of one size and dtype, in any shape; `BlobCodec.for_flat` returns it.
 
     Arguments are not checked: that takes as long as a launch. What this one does by the codec's own
     methods, which check all the same, those of the built-in codecs do with less.
@@ -307,24 +307,46 @@ class FlatCodec:
         Parameters
         ----------
         flat : torch.Tensor
-            ``[n]``, contiguous, without a graph; neither a conjugate nor a negative.
+            Of `elements` in any shape, contiguous, without a graph; neither a conjugate nor a
+            negative.
         data : torch.Tensor
             uint8 of `max_bytes` or more, contiguous, at a multiple of ALIGN_BYTES, which shares no
             memory with it.
         sm_budget : int, optional
             As for `BlobCodec.encode`.
         """
-        self.codec.encode(flat, out=data, sm_budget=sm_budget)
+        self.codec.encode(flat.view(-1), out=data, sm_budget=sm_budget)
 
-    def decode(self, data: torch.Tensor) -> torch.Tensor:
-        """Return the tensor ``[n]`` of a buffer, on its device, without waiting for that.
+    def decode(self, data: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
+        """Return the tensor of a buffer, on its device, without waiting for that.
+
+        Parameters
+        ----------
+        data : torch.Tensor
+            uint8, as `encode` has filled it.
+        shape : torch.Size, optional
+            What it is to have, of `elements`; ``[elements]`` when left out.
+
+        Returns
+        -------
+        torch.Tensor
+            A new one, contiguous.
 
         Raises
         ------
         CorruptedDataError
             As `BlobCodec.decode` does.
         """
-        return self.codec.decode(Blob(data, self._shape, self.dtype))
+        found = self.codec.decode(Blob(data, self._shape, self.dtype))
+        return found if shape is None else found.view(shape)
+
+
+def bytes_in_order(t: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a contiguous tensor, uint8 ``[nbytes]``: a view, and nothing is checked.
+
+    A dimension of one element may have any stride, with which torch refuses to view another dtype.
+    """
+    return (t if t.dim() == 1 else t.as_strided((t.numel(),), (1,))).view(torch.uint8)
 
 
 def check_encode_arguments(

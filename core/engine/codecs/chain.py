@@ -14,7 +14,14 @@ from ..kernels.blob_format import PackedLayout, ZvcLayout
 from ..kernels.format import ceil_div
 from ..kernels.packed_blob import pack_blob, unpack_blob
 from .base import bits_in_order, check_tensor_argument
-from .blob import Blob, BlobCodec, FlatCodec, check_decode_arguments, check_encode_arguments
+from .blob import (
+    Blob,
+    BlobCodec,
+    FlatCodec,
+    bytes_in_order,
+    check_decode_arguments,
+    check_encode_arguments,
+)
 from .packed_blob import ROW_BYTES, InvariantBlobCodec, check_room, fit_rows
 from .zvc import ZvcCodec
 
@@ -199,12 +206,13 @@ class _FlatChain(FlatCodec):
 
     def encode(self, flat: torch.Tensor, data: torch.Tensor, sm_budget: int | None = None) -> None:
         # As `_FlatZvc` does.
-        x = flat if flat.is_cuda else flat.view(torch.uint8)
+        x = flat if flat.is_cuda else bytes_in_order(flat)
         self._chain.write(x, self._layouts, data, sm_budget)
 
-    def decode(self, data: torch.Tensor) -> torch.Tensor:
-        found = torch.empty(self.elements, dtype=self.dtype, device=self._device)
-        x = found if found.is_cuda else found.view(torch.uint8)
+    def decode(self, data: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
+        shape = self._shape if shape is None else shape
+        found = torch.empty(shape, dtype=self.dtype, device=self._device)
+        x = found if found.is_cuda else bytes_in_order(found)
         self._chain.read(data, self._layouts, x, None)
         return found
 

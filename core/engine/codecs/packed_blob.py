@@ -15,7 +15,14 @@ from ..kernels.cuda.stream import current_stream, stream_pointer
 from ..kernels.format import RowLayout
 from ..kernels.packed_blob import pack_blob, unpack_blob
 from .base import bits_in_order, check_tensor_argument, elements
-from .blob import Blob, BlobCodec, FlatCodec, check_decode_arguments, check_encode_arguments
+from .blob import (
+    Blob,
+    BlobCodec,
+    FlatCodec,
+    bytes_in_order,
+    check_decode_arguments,
+    check_encode_arguments,
+)
 from .invariant import InvariantCodec
 
 #: Bytes of the rows that a tensor is cut into, whatever its shape.
@@ -230,13 +237,14 @@ class _FlatInvariant(FlatCodec):
 
     def encode(self, flat: torch.Tensor, data: torch.Tensor, sm_budget: int | None = None) -> None:
         layout = self._packer.layout_on(self._device)
-        pack_blob(flat.view(torch.uint8), layout, self._parts, data, self._header, sm_budget)
+        pack_blob(bytes_in_order(flat), layout, self._parts, data, self._header, sm_budget)
 
-    def decode(self, data: torch.Tensor) -> torch.Tensor:
+    def decode(self, data: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
         check_room(data, self._parts)
-        found = torch.empty(self.elements, dtype=self.dtype, device=self._device)
+        shape = self._shape if shape is None else shape
+        found = torch.empty(shape, dtype=self.dtype, device=self._device)
         layout = self._packer.layout_on(self._device)
-        unpack_blob(data, layout, self._parts, found.view(torch.uint8), self._header)
+        unpack_blob(data, layout, self._parts, bytes_in_order(found), self._header)
         return found
 
 

@@ -16,6 +16,7 @@ from .blob import (
     Blob,
     BlobCodec,
     FlatCodec,
+    bytes_in_order,
     check_decode_arguments,
     check_encode_arguments,
 )
@@ -84,12 +85,13 @@ class _FlatPlain(FlatCodec):
         self._plain, self._device = codec, device
 
     def encode(self, flat: torch.Tensor, data: torch.Tensor, sm_budget: int | None = None) -> None:
-        self._plain.write(flat.view(torch.uint8), self.dtype, data, sm_budget)
+        self._plain.write(bytes_in_order(flat), self.dtype, data, sm_budget)
 
-    def decode(self, data: torch.Tensor) -> torch.Tensor:
-        found = torch.empty(self.elements, dtype=self.dtype, device=self._device)
+    def decode(self, data: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
+        shape = self._shape if shape is None else shape
+        found = torch.empty(shape, dtype=self.dtype, device=self._device)
         if data.shape[0] < HEADER_BYTES or not self._plain.read(
-            data, self.dtype, found.view(torch.uint8), None
+            data, self.dtype, bytes_in_order(found), None
         ):
             raise damaged(self._plain.name)
         return found

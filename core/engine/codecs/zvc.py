@@ -12,7 +12,14 @@ from ...errors import ArgumentError, ArgumentTypeError, CorruptedDataError
 from ..kernels import kernels_for
 from ..kernels.blob_format import ZVC_FORM, ZvcLayout
 from .base import bits_in_order
-from .blob import Blob, BlobCodec, FlatCodec, check_decode_arguments, check_encode_arguments
+from .blob import (
+    Blob,
+    BlobCodec,
+    FlatCodec,
+    bytes_in_order,
+    check_decode_arguments,
+    check_encode_arguments,
+)
 
 #: Bytes of the elements that are taken; those of 16 are compared with zero in halves.
 ELEMENT_BYTES = (1, 2, 4, 8, 16)
@@ -128,16 +135,17 @@ class _FlatZvc(FlatCodec):
         layout = self._layout
         kernels = kernels_for(self._device)
         # Kernels of a GPU want its address alone: a view takes as long as a launch.
-        x = flat if flat.is_cuda else flat.view(torch.uint8)
+        x = flat if flat.is_cuda else bytes_in_order(flat)
         kernels.encode_zvc(x, layout, layout.form, data, sm_budget)
 
-    def decode(self, data: torch.Tensor) -> torch.Tensor:
+    def decode(self, data: torch.Tensor, shape: torch.Size | None = None) -> torch.Tensor:
         layout = self._layout
         if data.shape[0] < layout.least_bytes:
             _check_room(data, layout)
-        found = torch.empty(self.elements, dtype=self.dtype, device=self._device)
+        shape = self._shape if shape is None else shape
+        found = torch.empty(shape, dtype=self.dtype, device=self._device)
         kernels = kernels_for(self._device)
-        out = found if found.is_cuda else found.view(torch.uint8)
+        out = found if found.is_cuda else bytes_in_order(found)
         kernels.decode_zvc(data, layout, layout.form, out)
         return found
 

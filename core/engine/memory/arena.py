@@ -296,7 +296,7 @@ class Arena:
         self._lock = threading.Lock()
         self._slabs: list[_Slab] = []
         self._returned: deque[_Taken] = deque()
-        self._deferred: list[tuple[list[Event], _Taken]] = []
+        self._deferred: deque[tuple[list[Event], _Taken]] = deque()
         self._dedicated: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
         self._threads: ThreadPoolExecutor | None = None
 
@@ -347,6 +347,21 @@ class Arena:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=THREAD_NAME)
         return self._threads.submit(self._reserve_new_on, nbytes, kind, device)
+
+    def collect(self, most: int) -> None:
+        """Free pieces that went back, up to the first that a GPU may still use; waits for nothing.
+
+        `reserve` frees all it can. This is for takers that reserve much and cut little: until a
+        piece is free it holds the events of `cut`, which whoever made them may use again.
+        While the current stream is captured in a graph nothing with events is freed.
+
+        Parameters
+        ----------
+        most : int
+            No more pieces are looked at, at a microsecond or two for each.
+        """
+        with self._lock:
+            self._collect(most)
 
     def buffer(self, nbytes: int) -> HostBuffer:
         """Return a page-locked buffer of exactly this size that is in no slab.
@@ -452,34 +467,41 @@ class Arena:
                     raise
                 return HostBuffer.allocate(nbytes, pin=kind.pin, private=kind.private)
 
-    def _collect(self) -> None:
-        """Free what was returned and no GPU uses any more; with the lock held."""
+    def _collect(self, most: int | None = None) -> None:
+        """Free what was returned and no GPU uses any more; with the lock held.
+
+        With `most` up to the first that one may use, and so many pieces at most: where the host is
+        far ahead of a GPU, the events behind it are not asked for again and again.
+        """
         # Asking for events would end a graph capture.
         in_use = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         wait = in_use and page_locking.registrar.capturing()
-        for _ in range(len(self._returned)):
-            gone = self._returned.popleft()
+        returned, deferred = self._returned, self._deferred
+        for _ in range(len(returned) if most is None else min(most, len(returned))):
+            gone = returned.popleft()
             if gone.begin == gone.end:
                 continue  # a reservation that was used up
             if gone.pending is None:
                 gone.slab.free.give_back(gone.begin, gone.end)
             elif wait:
-                self._returned.append(gone)
+                returned.append(gone)
             else:
                 events = _events(gone.pending)
                 if events is None:
-                    self._returned.append(gone)
+                    returned.append(gone)
                 else:
-                    self._deferred.append((events, gone))
-        if wait or not self._deferred:
+                    deferred.append((events, gone))
+        if wait:
             return
-        left = []
-        for events, gone in self._deferred:
+        for _ in range(len(deferred) if most is None else min(most, len(deferred))):
+            events, gone = deferred[0]
             if all(map(_passed, events)):
+                deferred.popleft()
                 gone.slab.free.give_back(gone.begin, gone.end)
+            elif most is not None:
+                return
             else:
-                left.append((events, gone))
-        self._deferred = left
+                deferred.rotate(-1)  # behind the others, whose order remains
 
 
 def _events(pending: Pending) -> list[Event] | None:

@@ -58,8 +58,7 @@ class StreamEvent:
         """Record it behind all that a stream of its device has been given."""
         self.has_passed = False
         if not self.address:
-            with ready(self._index):
-                self._event.record(stream)  # which makes it
+            self._event.record(stream)  # which makes it, whatever device is the current one
             self.address = self._event.cuda_event
         elif current_device() != self._index or not this_thread.ready:
             with ready(self._index):

@@ -173,12 +173,12 @@ class StreamLane:
         return StreamEvent(self.stream.device_index)
 
     def queue(
-        self, work: Callable[..., object], /, *args: Any, after: Mark | None = None
+        self, work: Callable[..., object], /, *args: Any, after: Event | None = None
     ) -> StreamEvent:
-        """Queue ``work(*args)`` behind a mark, as `run`; return the event behind it."""
+        """Queue ``work(*args)`` behind an event, as `run`; return the event behind it."""
         stream = self.stream
         if after is not None:
-            self.wait(after)
+            after.wait(stream)
         with on_stream(stream):
             work(*args)
         return StreamEvent(stream.device_index, stream)
@@ -188,15 +188,15 @@ class StreamLane:
         work: Callable[..., object],
         /,
         *args: Any,
-        after: Mark | None = None,
+        after: Event | None = None,
     ) -> StreamEvent:
-        """Queue ``work(stream, *args)``, which names the stream itself, behind a mark.
+        """Queue ``work(stream, *args)``, which names the stream itself, behind an event.
 
         The stream is not made torch's current one, which takes as long as a launch.
         """
         stream = self.stream
         if after is not None:
-            self.wait(after)
+            after.wait(stream)
         work(stream, *args)
         return StreamEvent(stream.device_index, stream)
 
@@ -236,10 +236,11 @@ class StreamLane:
         calls, address = driver(), stream.cuda_stream
         status = 0
         for mark in (after, then_after):
-            if type(mark) is not StreamEvent:
+            if type(mark) is StreamEvent:
+                if not mark.has_passed:
+                    status = status or calls.wait(address, mark.address, 0)
+            elif mark is not None:
                 self.wait(mark)
-            elif not mark.has_passed:
-                status = status or calls.wait(address, mark.address, 0)
         if nbytes:
             status = status or calls.copy(target, source, nbytes, address)
         if status:

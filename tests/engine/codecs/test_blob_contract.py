@@ -181,6 +181,15 @@ def test_swaps_of_one_size_have_the_same_bytes_and_checks(case: Case) -> None:
             assert torch.equal(data, blob.data)
             found = flat.decode(data)
             assert found.is_contiguous() and same_bits(found, codec.decode(blob))
+            shape = torch.Size([1, n, 1])
+            memory.fill_(FILL)
+            flat.encode(t.as_strided(shape, (7, 1, 3), t.storage_offset()), memory)
+            assert torch.equal(memory[: data.shape[0]], data)
+            shaped = flat.decode(data, shape)
+            assert shaped.shape == shape and shaped.is_contiguous()
+            assert same_bits(shaped.view(-1), found)
+            if n == 1:
+                assert same_bits(flat.decode(data, torch.Size([])), found.view(()))
     codec, t, blob = small(case)
     flat = codec.for_flat(t.numel(), t.dtype, t.device)
     for n in range(0, blob.data.shape[0], ALIGN_BYTES):

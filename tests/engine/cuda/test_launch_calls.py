@@ -85,8 +85,9 @@ def calls_of(work: Callable[..., Any], *arguments: Any) -> int:
     return calls
 
 
-#: By codec: launches, and most calls, of encoding and of decoding.
-MOST = {"zvc": (1, 5, 1, 4), "ibp-blob": (1, 6, 2, 11), "zvc+ibp": (2, 11, 3, 15)}
+#: By codec: launches, and most calls, of encoding and of decoding. With one of each a tensor is
+#: seen as bytes, which zvc and zvc+ibp need on the CPU alone.
+MOST = {"zvc": (1, 6, 1, 5), "ibp-blob": (1, 7, 2, 12), "zvc+ibp": (2, 12, 3, 16)}
 
 
 @pytest.mark.parametrize("name", MOST)

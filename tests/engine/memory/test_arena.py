@@ -6,6 +6,7 @@ import gc
 import os
 import threading
 import traceback
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
@@ -88,13 +89,15 @@ class Pieces(RuleBasedStateMachine):
         assert 0 <= nbytes - total - reserved.nbytes < ALIGN_BYTES * n
 
     @precondition(lambda self: self.pieces)
-    @rule(data=st.data(), passed=st.booleans())
-    def drop(self, data: st.DataObject, passed: bool) -> None:
+    @rule(data=st.data(), passed=st.booleans(), most=st.integers(0, 3))
+    def drop(self, data: st.DataObject, passed: bool, most: int) -> None:
         at = data.draw(st.integers(0, len(self.pieces) - 1))
         tensor, _, event = self.pieces.pop(at)
         event.passed = passed
         if not passed:
             self.waiting.append((*addresses(tensor), event))
+        del tensor
+        self.arena.collect(most)
 
     @precondition(lambda self: self.waiting)
     @rule()
@@ -205,6 +208,33 @@ def test_memory_that_a_gpu_may_still_use_waits_for_its_events() -> None:
     queries = events[1].queries
     pool.stats()
     assert events[1].queries == queries, "asked no more"
+
+
+def test_pieces_are_collected_up_to_the_first_that_a_gpu_may_still_use() -> None:
+    """With their events, while the reservation that they are cut from lasts."""
+    pool, events = Arena(), [Event() for _ in range(4)]
+    reserved = pool.reserve(1 << 20, **PLAIN)
+    pieces = [reserved.cut_piece(300, partial(list, [event])) for event in events]
+    free = pool._slabs[0].free
+    for event in (events[0], events[1], events[3]):
+        event.passed = True
+    gone = [weakref.ref(event) for event in events]
+    waits = events[2]
+    events.clear()
+    del event
+    for n in range(1, 4):
+        while pieces:
+            del pieces[0]
+        pool.collect(10)
+        assert waits.queries == n and free.free_bytes == 2 * 512
+        assert [ref() is not None for ref in gone] == [False, False, True, True]
+        assert gone[3]().queries == 0  # type: ignore[union-attr]
+    waits.passed = True
+    pool.collect(1)
+    assert free.free_bytes == 3 * 512 and gone[3]().queries == 0  # type: ignore[union-attr]
+    pool.collect(1)
+    del waits
+    assert free.free_bytes == 4 * 512 and not any(ref() for ref in gone)
 
 
 def test_a_gpu_that_has_failed_uses_nothing() -> None:

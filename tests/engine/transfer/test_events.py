@@ -89,7 +89,7 @@ def test_a_copy_is_one_wait_for_each_mark_and_one_event(monkeypatch):
     driver.take()
     again = lane.copy(target.data_ptr(), 0, 0, after=done, then_after=before)
     assert not driver.take()  # both have passed, and there are no bytes
-    assert not again.has_passed and set(devices) == {0}  # where torch makes the events
+    assert not again.has_passed and not devices  # torch makes events wherever
 
 
 def test_another_device_is_made_the_current_one(monkeypatch):
