@@ -63,6 +63,8 @@ class PackedTokens:
         What holds them, oldest first. The last one may be empty: its first block is in flight.
     revision : Revision
         Replaced whenever they change.
+    changes : int
+        How often they have changed.
     ready : torch.cuda.Event or None
         Passed when the metadata is written, once `mark_ready` was called; None on the CPU.
     moved_to_host_bytes : int
@@ -87,6 +89,7 @@ class PackedTokens:
         self._fitting = Fitting(plans, kind, kept)
         self._reserve_tokens = reserve_tokens
         self.moved_to_host_bytes = 0
+        self.changes = 0
         self._make_marks()
         self._clear()
 
@@ -128,6 +131,16 @@ class PackedTokens:
         """Whether half or more of what was packed is of sequences that are not there any more."""
         there = sum(segment.raw_bytes for segment in self.segments)
         return self.length > 0 and 2 * sum(e.decoded_bytes for e in self.segments) <= there
+
+    @property
+    def affordable_tokens(self) -> int:
+        """Tokens for which an eighth of what packing saves has room; a block at the most."""
+        if not self.segments or self.rows is None:
+            return 0
+        raw = sum(segment.token_bytes - segment.device_bytes for segment in self.segments)
+        token_bytes = self.segments[-1].batch * self.rows.heads * self.rows.token_bytes
+        saved = (raw - self.words.nbytes) // (GROWTH * max(1, token_bytes))
+        return max(0, min(saved, self.block_tokens))
 
     def decode(self) -> list[torch.Tensor]:
         """Return the tokens of each segment, decoded on the current stream."""
@@ -488,6 +501,7 @@ class PackedTokens:
 
     def _change(self) -> None:
         self.revision = Revision()
+        self.changes += 1
         self._changed = True
         for segment in self.segments:
             segment.forget_tables()
@@ -500,7 +514,7 @@ class PackedTokens:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({"changes": 0, **state})
         self._make_marks()
         for segment in self.segments:
             self._link.keep(*segment.tensors())
