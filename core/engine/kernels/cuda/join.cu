@@ -10,6 +10,10 @@
 #include "map.cuh"
 #define GATHER 1
 #define JOIN 1
+#include "row_cursor.cuh"
+#include "words.cuh"
+#include "rebuild.cuh"
+#include "rebuild_words.cuh"
 #include "decode.cuh"
 #include "chosen_rows.cuh"
 #include "chosen_tiles.cuh"
