@@ -7,7 +7,8 @@ import torch
 
 from bitslab.engine.kernels.cpu.join import join_rows
 from bitslab.engine.kernels.cuda import kernels_on, raise_pending_errors
-from bitslab.engine.kernels.cuda.source import Variant, all_variants
+from bitslab.engine.kernels.cuda.source import Variant
+from bitslab.engine.kernels.cuda.variants import all_variants
 from tests.engine.kernels.cases import make_case
 from tests.engine.kernels.join_cases import BATCH, HEADS, here, runs_of, side_of
 
