@@ -289,6 +289,29 @@ class PackedHistory:
 
     # Changes
 
+    def take_turn(self) -> int:
+        """Let torch's current stream read and write the tokens, behind the one that did last.
+
+        All changes but those of `append` with memory do it themselves.
+
+        Returns
+        -------
+        int
+            Which stream that is, as `Link.take_turn` says.
+        """
+        link = self.packed.words.link
+        stream = link.take_turn()
+        if link.several_streams:
+            self.keep_unpacked(stream)
+        return stream
+
+    def keep_unpacked(self, stream: int) -> None:
+        """Keep unpacked tokens from reuse until torch's current stream, `stream`, has read them."""
+        tail = self._tail
+        if tail.stream != stream:  # the head is replaced with it alone
+            self.packed.words.link.keep_for_turn(tail.memory, self.head)
+            tail.stream = stream
+
     def check(self, tokens: torch.Tensor) -> None:
         """Raise for tokens that do not continue those of the history.
 
@@ -346,6 +369,8 @@ class PackedHistory:
             self.check(tokens)
         if memory is not None:
             self._tail.take(memory, tokens.shape[2])
+        else:
+            self.take_turn()
         queue = self.packed.words.link.packing
         if queue.histories or self.packed.packs:
             self._go_on(0 if memory is None else tokens.shape[2])
@@ -390,6 +415,10 @@ class PackedHistory:
         memory : torch.Tensor
             ``[B, H, t + n or more, D]``, which `append` takes; `tail`, or contiguous memory to
             which the tail is to be written too. Nothing is seen of what is written before that.
+
+        Notes
+        -----
+        On a GPU it is for the current stream, on which `take_turn` has been called.
         """
         tail = self._tail
         if self._room_at != self.packed.changes:
@@ -432,6 +461,7 @@ class PackedHistory:
         """
         if not self.due:
             return
+        self.take_turn()
         self._pack(wait=self._at_once)
         if not self._at_once and self._blocks_due() > 1:
             self.words.link.packing.add(self)
@@ -450,6 +480,7 @@ class PackedHistory:
         BitslabError
             When host memory runs out; nothing has changed then.
         """
+        self.take_turn()
         if self.samples:
             self._pack(wait=False, wait_for_sample=wait)
         else:
@@ -481,6 +512,7 @@ class PackedHistory:
         """
         if not 0 <= length <= self.length:
             raise ArgumentError(f"length: {length}, accepted are 0 to {self.length} tokens")
+        self.take_turn()
         head = self.head[:, :, :length]
         behind = length - head.shape[2]
         if behind >= self.packed_tokens:
@@ -546,6 +578,7 @@ class PackedHistory:
         take : callable
             Takes a tensor and its dimension of sequences, and returns it with the others.
         """
+        self.take_turn()
         head = take(self.head, 0) if self.head.shape[2] else self.head
         tail = take(self.tail, 0)
         return partial(self._commit, self.packed.prepare_take(take), head, tail)
@@ -555,6 +588,7 @@ class PackedHistory:
 
         See `PackedTokens.prepare_move`.
         """
+        self.take_turn()
         return self.packed.prepare_move(words)
 
     def pack_anew(self) -> None:
@@ -580,6 +614,7 @@ class PackedHistory:
 
     def reset(self) -> None:
         """Remove all tokens and codecs; host memory that was taken is reused."""
+        self.take_turn()
         self.packed.reset()
         self.head = self.tail = self._no_tokens()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from weakref import ref
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 
@@ -12,13 +12,11 @@ from ..engine.kernels.cuda.join import JoinKernels, PreparedJoin
 from ..engine.kernels.joins import PackedRun, Sides, SideTokens
 from ..engine.kernels.row_kernels import LayoutKernels
 from ..errors import CorruptedDataError
+from .fetching import Crossing
 from .history import PackedHistory
 from .packed_tokens import Revision
 from .reader import HistoryReader
 from .segment import Segment
-
-#: Places of words for which a layer's join is kept ready: those of the reader's buffers.
-MOST_PLACES = 2
 
 #: Of K, and of V.
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -36,6 +34,12 @@ class TokenJoin:
         That of the histories.
     histories : sequence of PackedHistory
         Of K and V.
+
+    Notes
+    -----
+    What is worked out of packed tokens is dropped as soon as those of K or of V change, in whatever
+    way. Torch's current stream may be another one at each call: it waits for the one before, and no
+    memory that it reads is used again before it has read it.
     """
 
     def __init__(self, reader: HistoryReader, histories: Sequence[PackedHistory]) -> None:
@@ -49,14 +53,7 @@ class TokenJoin:
 
         Some are packed, in rows that the kernel knows, and there are no first ones that never are.
         """
-        plan, (of_keys, of_values) = self._plan, self._histories
-        if (
-            plan is None
-            or plan.revisions[0]() is not of_keys.packed.revision
-            or plan.revisions[1]() is not of_values.packed.revision
-        ):
-            plan = self._plan = _Plan(self._reader, self._histories)
-        return plan.served
+        return self._planned().served
 
     def join(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Pair, Pair] | None:
         """Return all tokens and new ones behind them, on the current stream, where it `serves`.
@@ -81,31 +78,39 @@ class TokenJoin:
         CorruptedDataError
             When a packed row is damaged; on a GPU a later call raises it.
         """
+        reader, histories = self._reader, self._histories
+        stream = reader.take_turn(histories)
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             return None
-        if not self.serves:
+        plan = self._planned()
+        if not plan.served:
             return None
-        plan, reader, histories = self._plan, self._reader, self._histories
-        assert plan is not None
         if not plan.crosses:
-            return self._join(plan, plan.here(), keys, values)
-        words = reader.stage(histories)
+            return self._join(plan, plan.here(), stream, keys, values)
+        crossing = reader.stage_crossing(histories)
         try:
-            return self._join(plan, plan.there(words), keys, values)
+            return self._join(plan, plan.there(crossing), stream, keys, values)
         finally:
             reader.done_words(histories)
 
     def forget(self) -> None:
-        """Forget packed tokens that have changed, whose words take memory."""
-        plan, (of_keys, of_values) = self._plan, self._histories
-        if plan is not None and (
-            plan.revisions[0]() is not of_keys.packed.revision
-            or plan.revisions[1]() is not of_values.packed.revision
-        ):
-            self._plan = None
+        """Drop what was worked out of packed tokens; called whenever they change."""
+        self._plan = None
+
+    def _planned(self) -> _Plan:
+        """Return the plan, made anew where histories have changed."""
+        plan = self._plan
+        if plan is None or not plan.holds(self._histories):
+            plan = self._plan = _Plan(self._reader, self._histories, WeakMethod(self.forget))
+        return plan
 
     def _join(
-        self, plan: _Plan, there: _Staged, keys: torch.Tensor, values: torch.Tensor
+        self,
+        plan: _Plan,
+        there: _Staged,
+        stream: int,
+        keys: torch.Tensor,
+        values: torch.Tensor,
     ) -> tuple[Pair, Pair]:
         of_keys, of_values = self._histories
         k = _side(of_keys, plan.packed_tokens[0], keys)
@@ -123,6 +128,9 @@ class TokenJoin:
                 there.prepared = kernels.prepare_join(
                     there.runs, keys.shape[0], keys.shape[1], (_token_bytes(k), _token_bytes(v))
                 )
+            if stream not in there.streams:
+                self._reader.link.keep_for_turn(*there.tensors())
+                there.streams.add(stream)
             there.prepared(k, v)
         return (k.out, v.out), (k.memory, v.memory)
 
@@ -133,10 +141,17 @@ class TokenJoin:
 class _Plan:
     """What a join reads between two changes of the packed tokens, wherever their words lie.
 
+    Parameters
+    ----------
+    reader : HistoryReader
+        That of the histories.
+    histories : sequence of PackedHistory
+        Of K and V.
+    forget : reference to a method
+        Called when the packed tokens of either change.
+
     Attributes
     ----------
-    revisions : list of references to Revision
-        Of K and of V.
     served : bool
         Whether the kernel serves them.
     crosses : bool
@@ -145,51 +160,94 @@ class _Plan:
         Packed tokens of a sequence, of K and of V.
     """
 
-    def __init__(self, reader: HistoryReader, histories: Sequence[PackedHistory]) -> None:
+    def __init__(
+        self,
+        reader: HistoryReader,
+        histories: Sequence[PackedHistory],
+        forget: WeakMethod[Callable[[], None]],
+    ) -> None:
         self._histories = histories
         self._reader = reader
-        self.revisions: list[ref[Revision]] = [ref(history.revision) for history in histories]
+
+        def changed(_: ref[Revision]) -> None:
+            found = forget()
+            if found is not None:
+                found()
+
+        self._revisions = [ref(history.revision, changed) for history in histories]
         segments = [_segments(history) for history in histories]
         self.served = (
             any(segments)
             and not any(history.head.shape[2] for history in histories)
             and all(_served(segment) for both in segments for segment in both)
         )
-        self.crosses = any(history.words.crosses for history in histories)
+        self.crosses = histories[0].words.crosses
         self._on_host = any(history.words.on_host for history in histories)
         self.packed_tokens = tuple(history.packed_tokens for history in histories)
-        #: By the addresses of the words.
-        self._staged: dict[tuple[int, ...], _Staged] = {}
+        self._staged: WeakKeyDictionary[Crossing, _Staged] = WeakKeyDictionary()
         self._here: _Staged | None = None
+        self._here_at: list[int] = []  # the addresses of its words
+
+    def holds(self, histories: Sequence[PackedHistory]) -> bool:
+        """Return whether the packed tokens are those that it is of."""
+        # Whoever keeps a revision keeps `changed` from being called.
+        of_keys, of_values = histories
+        return (
+            self._revisions[0]() is of_keys.packed.revision
+            and self._revisions[1]() is of_values.packed.revision
+        )
 
     def here(self) -> _Staged:
         """Return what is read, with words where they are kept; those of a host are counted."""
         if self._here is None or self._on_host:
-            self._here = self.there([history.words.fetch() for history in self._histories])
+            words = [history.words.fetch() for history in self._histories]
+            at = [there.data_ptr() for there in words]
+            if self._here is None or at != self._here_at:
+                self._here, self._here_at = self._read_from(words), at
         return self._here
 
-    def there(self, words: Sequence[torch.Tensor]) -> _Staged:
-        """Return what is read, with words in these tensors."""
-        of_keys, of_values = words
-        key = of_keys.data_ptr(), of_values.data_ptr()
-        found = self._staged.get(key)
+    def there(self, crossing: Crossing) -> _Staged:
+        """Return what is read, with words where they have crossed to."""
+        found = self._staged.get(crossing)
         if found is None:
-            if len(self._staged) == MOST_PLACES:
-                self._staged.clear()
-            runs = [
-                _runs_of(self._reader, history, there)
-                for history, there in zip(self._histories, words, strict=True)
-            ]
-            found = self._staged[key] = _Staged((runs[0], runs[1]))
+            found = self._staged[crossing] = self._read_from(crossing.words)
         return found
+
+    def _read_from(self, words: Sequence[torch.Tensor]) -> _Staged:
+        keys, values = (
+            _runs_of(self._reader, history, there)
+            for history, there in zip(self._histories, words, strict=True)
+        )
+        return _Staged((keys, values))
 
 
 class _Staged:
-    """What a join reads, with the words in one place."""
+    """What a join reads, with the words in one place.
+
+    Attributes
+    ----------
+    prepared : PreparedJoin or None
+        The kernel, once it was needed.
+    streams : set of int
+        Which the allocator knows to read it.
+    """
 
     def __init__(self, runs: Sides) -> None:
         self.runs = runs
         self.prepared: PreparedJoin | None = None
+        self.streams: set[int] = set()
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return all tensors that are read, packed."""
+        found = [
+            t
+            for run in (*self.runs[0], *self.runs[1])
+            for t in (
+                *(run.table.words, run.table.bases, run.table.lengths, run.ids),
+                *(run.layout.tables, run.layout.starts),
+            )
+        ]
+        return [t for t in found if t is not None]
 
 
 def _segments(history: PackedHistory) -> list[Segment]:
@@ -210,7 +268,7 @@ def _runs_of(reader: HistoryReader, history: PackedHistory, words: torch.Tensor)
         assert isinstance(segment.kernels, LayoutKernels)
         found.append(
             PackedRun(
-                segment.table(words),
+                segment.new_table(words),
                 segment.kernels.layout,
                 reader.row_numbers(segment),
                 first,

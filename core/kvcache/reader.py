@@ -10,7 +10,7 @@ import torch
 from ..engine.kernels.cuda.stream import current_stream
 from ..errors import ArgumentError, ArgumentTypeError
 from .arena import HostArena
-from .fetching import TokenBuffer, WordBuffer, drop_stale, holding, next_free
+from .fetching import Crossing, TokenBuffer, WordBuffer, drop_stale, holding, next_free
 from .gathering import RowGatherer
 from .history import PackedHistory
 from .learning import LearningQueue
@@ -142,6 +142,20 @@ class HistoryReader:
 
     # Reading
 
+    def take_turn(self, histories: Sequence[PackedHistory]) -> int:
+        """Let torch's current stream use histories, behind the one that did last.
+
+        Returns
+        -------
+        int
+            Which stream that is, as `Link.take_turn` says.
+        """
+        stream = self.link.take_turn()
+        if self.link.several_streams:
+            for history in histories:
+                history.keep_unpacked(stream)
+        return stream
+
     def read(self, histories: Sequence[PackedHistory]) -> list[list[torch.Tensor]]:
         """Return the packed tokens of histories, decoded.
 
@@ -184,11 +198,27 @@ class HistoryReader:
         """
         if not histories[0].packed.words.crosses:
             return [history.words.fetch() for history in histories]
+        return self.stage_crossing(histories).words
+
+    def stage_crossing(self, histories: Sequence[PackedHistory]) -> Crossing:
+        """Return where the words of histories that cross are staged; see `stage`.
+
+        Parameters
+        ----------
+        histories : sequence of PackedHistory
+            Of this reader, with words in host memory that cross.
+
+        Returns
+        -------
+        Crossing
+            The same one each time, until the histories change or their words go elsewhere, and
+            nobody else keeps it: a weak key for what is derived from where the words lie.
+        """
         buffer = holding(self._words, histories) or self._copy(histories, each=False)
         self._word_turn = (self._words.index(buffer) + 1) % BUFFERS
         buffer.use(current_stream(self.link.device))
         assert buffer.content is not None
-        return buffer.content.words
+        return buffer.content
 
     def prefetch(self, histories: Sequence[PackedHistory]) -> None:
         """Start to fetch and decode histories that `read` returns next, unless that is under way.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..errors import ArgumentError, ArgumentTypeError
+from .link import NO_STREAM
 
 #: Tokens of the least room ahead.
 LEAST_ROOM = 16
@@ -24,15 +25,19 @@ class Tail:
         How many of a sequence there are.
     memory : torch.Tensor
         ``[B, H, length and room, D]``, of which the first are the tokens.
+    stream : int
+        The last stream for whose reading the memory is kept, as `Link.take_turn` says; NO_STREAM
+        for memory that is new.
     """
 
-    __slots__ = ("_room_end", "_tokens", "length", "memory")
+    __slots__ = ("_room_end", "_tokens", "length", "memory", "stream")
 
     def __init__(self, tokens: torch.Tensor) -> None:
         self.memory = tokens
         self.length: int = tokens.shape[2]
         self._room_end = 0  # the tokens that the memory has room for, where it may be written to
         self._tokens: torch.Tensor | None = tokens
+        self.stream = NO_STREAM
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -56,12 +61,12 @@ class Tail:
         if not most_room:
             there = self.tokens if self._tokens is None else self._tokens
             self.memory = self._tokens = torch.cat([there, tokens], dim=2)
-            self.length, self._room_end = end, 0
+            self.length, self._room_end, self.stream = end, 0, NO_STREAM
             return
         if end > self._room_end:
             larger = self._larger(end, most_room)
             larger.narrow(2, 0, self.length).copy_(self.tokens)
-            self.memory, self._room_end = larger, larger.shape[2]
+            self._put(larger)
         self.memory.narrow(2, self.length, n).copy_(tokens)
         self.length, self._tokens = end, None
 
@@ -77,9 +82,13 @@ class Tail:
     def take(self, memory: torch.Tensor, n: int) -> None:
         """Take memory of `memory_for`, to which the tokens and `n` behind them were written."""
         if memory is not self.memory:
-            self.memory, self._room_end = memory, memory.shape[2]
+            self._put(memory)
         self.length += n
         self._tokens = None
+
+    def _put(self, memory: torch.Tensor) -> None:
+        """Take memory of `_larger`, to which the tokens were written."""
+        self.memory, self._room_end, self.stream = memory, memory.shape[2], NO_STREAM
 
     def _larger(self, end: int, most_room: int) -> torch.Tensor:
         """Return a tensor for so many tokens, with room ahead."""

@@ -142,6 +142,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             values = of_values.joined(of_v, value_states)
             self._reader.done(self.histories)
         else:
+            self._reader.take_turn(self.histories)
             k, v = chosen.gathered.get()
             keys = of_keys.joined([k], key_states)
             values = of_values.joined([v], value_states)
@@ -152,8 +153,6 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         except Exception:
             self.keep_first(of_values.length)  # of which none was appended
             raise
-        if joined is not None:
-            self._join.forget()
         if self._selector is not None and self.scores is not None:
             selection = None if chosen is None else chosen.selection
             Attended(self._selector, self.scores, selection).attach_to(keys)
@@ -354,8 +353,13 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.read_tokens += chosen.selection.tokens - chosen.selection.first
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out tokens that are gathered ahead."""
-        return {**self.__dict__, "_ahead": None}
+        """Leave out tokens that are gathered ahead, and the join, made again."""
+        return {**self.__dict__, "_ahead": None, "_join": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a state, of a version before tokens were joined too."""
+        self.__dict__.update(state)
+        self._join = None if self._reader is None else TokenJoin(self._reader, self.histories)
 
     def prepare_take(self, take: Take) -> Commit:
         """Return a commit that replaces the sequences; see `prepare_crop`."""

@@ -80,7 +80,7 @@ def kernels(crossing: None, monkeypatch: pytest.MonkeyPatch) -> SimtRunner:  # n
 
     def decoding(segment: Any, words: Any, ids: Any, out: Any, budget: int | None) -> Any:
         target = out.view(-1, segment.rows.row_bytes)
-        table = segment._new_table(words)
+        table = segment.new_table(words)
         return found.prepare_gather(table, segment.kernels.layout, ids, target, budget)
 
     monkeypatch.setattr(Segment, "decoding", decoding)
