@@ -109,6 +109,8 @@ class Link:
 
     def keep_for_turn(self, *tensors: torch.Tensor) -> None:
         """Keep the memory of tensors from reuse until torch's current stream has read it."""
+        if self.streams is None:
+            return
         current = current_stream(self.device)
         for t in tensors:
             t.record_stream(current)

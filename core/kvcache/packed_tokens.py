@@ -328,17 +328,18 @@ class PackedTokens:
     def _move(self, in_flight: InFlightBlocks) -> None:
         """Move blocks to the word store; an error changes nothing."""
         segment, at = self.segments[-1], self.words.n_words
+        packed = in_flight.packed
+        self._keep_for_turn(packed.words, packed.lengths, packed.bases)
         n_words, max_words = in_flight.sizes()
         needed = n_words * self._reserve_tokens // in_flight.tokens
         if not at:
             self.words.reserve(needed)
         tokens = self.length + in_flight.tokens
         most = self._most_words(segment, in_flight)
-        packed = in_flight.packed.words[:n_words]
-        self.words.append(packed, made=in_flight.made, tokens=tokens, most=most)
+        self.words.append(packed.words[:n_words], made=in_flight.made, tokens=tokens, most=most)
         sizes = (n_words, max_words)
         try:
-            segment.commit(in_flight.packed, sizes, in_flight.n_blocks, in_flight.sequences, at)
+            segment.commit(packed, sizes, in_flight.n_blocks, in_flight.sequences, at)
         except Exception:
             self.words.truncate(at)
             raise
@@ -382,6 +383,7 @@ class PackedTokens:
 
         On a GPU this waits once.
         """
+        self._keep_for_turn()
         n_segments, kept = self._whole_segments(length)
         end = self._words_end(n_segments, ceil_div(length - kept, self.block_tokens))
         return partial(self._cut, length, n_segments, length - kept, end)
@@ -419,6 +421,7 @@ class PackedTokens:
 
     def prepare_take(self, take: Take) -> Commit:
         """Return a commit that replaces the sequences, of in-flight blocks too."""
+        self._keep_for_turn(*(blocks.sequences.index for blocks in self._in_flight))
         origins = [segment.taken(take) for segment in self.segments]
         indices = [take(blocks.sequences.index, 0) for blocks in self._in_flight]
         return partial(self._put, origins, indices)
@@ -442,6 +445,7 @@ class PackedTokens:
 
         On a GPU this waits for the device.
         """
+        self._keep_for_turn()
         words = self.words.fetch()
         found = [segment.rows_there(words) for segment in self.segments]
         del words
@@ -498,6 +502,12 @@ class PackedTokens:
         self._clear()
         self.words.truncate(0)
         self._change()
+
+    def _keep_for_turn(self, *others: torch.Tensor) -> None:
+        """Keep metadata, and others, from reuse until torch's current stream has read them."""
+        if self._link.several_streams:
+            metadata = [t for segment in self.segments for t in segment.tensors()]
+            self._link.keep_for_turn(*metadata, *others)
 
     def _change(self) -> None:
         self.revision = Revision()

@@ -45,7 +45,6 @@ class Layers:
             memory = (None, None) if joined is None else joined[1]
             for history, each, there in zip(both, new, memory, strict=True):
                 history.append(each, memory=there)
-            join.forget()
             if joined is not None:
                 found += joined[0]
             for following in (1, 2):
@@ -111,3 +110,39 @@ def test_changes_between_steps(offload: bool) -> None:
     layers.tokens = layers.tokens[:, :, index]
     for _ in range(40):
         layers.check(layers.grow(1), layers.length)
+
+
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+def test_streams_change_between_steps(offload: bool, no_waiting) -> None:
+    """No stream is made to wait for another here; memory is used again as soon as it is freed."""
+    layers = Layers(offload, torch.bfloat16, 128)
+    torch.cuda.synchronize()
+    others = [torch.cuda.Stream(), torch.cuda.Stream()]
+    default = torch.cuda.current_stream()
+    kept = []
+    with no_waiting():
+        for step in range(STEPS):
+            with torch.cuda.stream([default, others[0], others[0], others[1]][step % 4]):
+                kept.append((layers.grow(1), layers.length))
+                # As large as tails and tables that are freed.
+                for n in (1 << 12, 1 << 16, 1 << 20):
+                    torch.full((n,), 0xA5, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    for found, length in kept:
+        layers.check(found, length)
+
+
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+def test_a_step_waits_for_that_of_another_stream(offload: bool, held_stream) -> None:
+    layers = Layers(offload, torch.bfloat16, 128)
+    layers.grow(1)
+    other = torch.cuda.Stream()
+    torch.cuda.synchronize()
+    with held_stream(other):
+        with torch.cuda.stream(other):
+            first, length = layers.grow(1), layers.length
+        second = layers.grow(1)
+        assert not torch.cuda.current_stream().query()
+    torch.cuda.synchronize()
+    layers.check(first, length)
+    layers.check(second, layers.length)

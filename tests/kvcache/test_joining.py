@@ -157,7 +157,7 @@ def test_a_change_of_one_side_is_noticed_though_its_revision_is_kept(
 
 
 def test_room_for_words_that_moved_is_not_kept(gpu: Any) -> None:
-    """Where another layer needs a larger buffer, the one before is free as soon as that is there."""
+    """Where another layer needs a larger buffer, the one before is freed."""
     small = grown(True)
     before = [buffer.memory for buffer in small.reader._words]
     memory = [ref(t) for t in before if t.shape[0]]

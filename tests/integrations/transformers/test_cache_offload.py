@@ -18,8 +18,10 @@ from bitslab.integrations.transformers import (
     KVCompCache,
     layer_histories,
 )
-from bitslab.kvcache import HistoryReader, fetching, reader, words
+from bitslab.integrations.transformers.cache_layer import CompressedLayer
+from bitslab.kvcache import HistoryReader, PackedHistory, fetching, reader, words
 from bitslab.kvcache.link import Streams
+from bitslab.kvcache.packed_tokens import PackedTokens
 from bitslab.kvcache.words import DeviceWords, HostWords
 from tests.integrations.transformers.models import SMALL, config_of, dynamic, model_of, prompt_of
 from tests.integrations.transformers.test_kvcomp_staged import Pass, changed, gpu_path  # noqa: F401
@@ -160,6 +162,46 @@ def test_every_change_is_that_of_the_whole_on_the_host(kind: str, share: float) 
     for cache in caches:
         cache.reset()
     assert same(*(feed(cache, 60) for cache in caches))
+
+
+#: What states of versions before tokens were joined lack.
+LATER: dict[type, list[str]] = {
+    CompressedLayer: ["_join"],
+    PackedHistory: ["_room_tokens", "_room_at"],
+    PackedTokens: ["changes"],
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))],
+    ids=["copy", "pickle"],
+)
+def test_states_from_before_tokens_were_joined_go_on(
+    kind: str, copied: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, empty = cache_of(kind, 0.5), cache_of(kind, 0.5)
+    feed(cache, 150)
+    with monkeypatch.context() as patch:
+        for cls, names in LATER.items():
+            state_of = cls.__getstate__
+
+            def earlier(made: Any, state_of: Any = state_of, names: Any = names) -> dict[str, Any]:
+                state = dict(state_of(made))
+                for name in names:
+                    del state[name]
+                return state
+
+            patch.setattr(cls, "__getstate__", earlier)
+        twin, twin_of_empty = copied(cache), copied(empty)
+    for step in range(40):
+        assert same(feed(twin, 1, step), feed(cache, 1, step))
+    for past in (twin, cache):
+        past.crop(-60)
+        past.reorder_cache(torch.tensor([1, 0]))
+    assert same(feed(twin, 30, 99), feed(cache, 30, 99))
+    assert same(feed(twin_of_empty, 150), feed(empty, 150))
 
 
 def test_a_selector_gathers_from_both() -> None:
