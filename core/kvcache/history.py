@@ -369,10 +369,12 @@ class PackedHistory:
             self.check(tokens)
         if memory is not None:
             self._tail.take(memory, tokens.shape[2])
-        else:
-            self.take_turn()
-        queue = self.packed.words.link.packing
-        if queue.histories or self.packed.packs:
+        link = self.packed.words.link
+        if memory is None:
+            stream = link.take_turn()
+            if link.several_streams:
+                self.keep_unpacked(stream)
+        if link.packing.histories or self.packed.packs:
             self._go_on(0 if memory is None else tokens.shape[2])
         if memory is not None:
             if self._tail.length - self._window >= self._block_tokens:

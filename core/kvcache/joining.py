@@ -53,7 +53,15 @@ class TokenJoin:
 
         Some are packed, in rows that the kernel knows, and there are no first ones that never are.
         """
-        return self._planned().served
+        plan, (of_keys, of_values) = self._plan, self._histories
+        # Whoever keeps a revision keeps `forget` from being called.
+        if (
+            plan is None
+            or plan.revisions[0]() is not of_keys.packed.revision
+            or plan.revisions[1]() is not of_values.packed.revision
+        ):
+            plan = self._plan = _Plan(self._reader, self._histories, WeakMethod(self.forget))
+        return plan.served
 
     def join(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[Pair, Pair] | None:
         """Return all tokens and new ones behind them, on the current stream, where it `serves`.
@@ -82,9 +90,10 @@ class TokenJoin:
         stream = reader.take_turn(histories)
         if torch.is_grad_enabled() and (keys.requires_grad or values.requires_grad):
             return None
-        plan = self._planned()
-        if not plan.served:
+        if not self.serves:
             return None
+        plan = self._plan
+        assert plan is not None
         if not plan.crosses:
             return self._join(plan, plan.here(), stream, keys, values)
         crossing = reader.stage_crossing(histories)
@@ -96,13 +105,6 @@ class TokenJoin:
     def forget(self) -> None:
         """Drop what was worked out of packed tokens; called whenever they change."""
         self._plan = None
-
-    def _planned(self) -> _Plan:
-        """Return the plan, made anew where histories have changed."""
-        plan = self._plan
-        if plan is None or not plan.holds(self._histories):
-            plan = self._plan = _Plan(self._reader, self._histories, WeakMethod(self.forget))
-        return plan
 
     def _join(
         self,
@@ -152,6 +154,8 @@ class _Plan:
 
     Attributes
     ----------
+    revisions : list of references to Revision
+        Of K and of V.
     served : bool
         Whether the kernel serves them.
     crosses : bool
@@ -174,7 +178,7 @@ class _Plan:
             if found is not None:
                 found()
 
-        self._revisions = [ref(history.revision, changed) for history in histories]
+        self.revisions = [ref(history.revision, changed) for history in histories]
         segments = [_segments(history) for history in histories]
         self.served = (
             any(segments)
@@ -187,15 +191,6 @@ class _Plan:
         self._staged: WeakKeyDictionary[Crossing, _Staged] = WeakKeyDictionary()
         self._here: _Staged | None = None
         self._here_at: list[int] = []  # the addresses of its words
-
-    def holds(self, histories: Sequence[PackedHistory]) -> bool:
-        """Return whether the packed tokens are those that it is of."""
-        # Whoever keeps a revision keeps `changed` from being called.
-        of_keys, of_values = histories
-        return (
-            self._revisions[0]() is of_keys.packed.revision
-            and self._revisions[1]() is of_values.packed.revision
-        )
 
     def here(self) -> _Staged:
         """Return what is read, with words where they are kept; those of a host are counted."""

@@ -196,9 +196,9 @@ class HistoryReader:
             For each int32, its words and PAD_WORDS behind them. On a GPU the current stream waits
             for them; they hold until `done_words`.
         """
-        if not histories[0].packed.words.crosses:
-            return [history.words.fetch() for history in histories]
-        return self.stage_crossing(histories).words
+        if histories[0].packed.words.crosses:
+            return self.stage_crossing(histories).words
+        return [history.words.fetch() for history in histories]
 
     def stage_crossing(self, histories: Sequence[PackedHistory]) -> Crossing:
         """Return where the words of histories that cross are staged; see `stage`.

@@ -66,7 +66,7 @@ class Tail:
         if end > self._room_end:
             larger = self._larger(end, most_room)
             larger.narrow(2, 0, self.length).copy_(self.tokens)
-            self._put(larger)
+            self.memory, self._room_end, self.stream = larger, larger.shape[2], NO_STREAM
         self.memory.narrow(2, self.length, n).copy_(tokens)
         self.length, self._tokens = end, None
 
@@ -82,13 +82,9 @@ class Tail:
     def take(self, memory: torch.Tensor, n: int) -> None:
         """Take memory of `memory_for`, to which the tokens and `n` behind them were written."""
         if memory is not self.memory:
-            self._put(memory)
+            self.memory, self._room_end, self.stream = memory, memory.shape[2], NO_STREAM
         self.length += n
         self._tokens = None
-
-    def _put(self, memory: torch.Tensor) -> None:
-        """Take memory of `_larger`, to which the tokens were written."""
-        self.memory, self._room_end, self.stream = memory, memory.shape[2], NO_STREAM
 
     def _larger(self, end: int, most_room: int) -> torch.Tensor:
         """Return a tensor for so many tokens, with room ahead."""
