@@ -37,7 +37,7 @@ class Layers:
 
     def grow(self, n: int) -> list[torch.Tensor]:
         """Append the next tokens; return K and V of all layers."""
-        found = []
+        found: list[torch.Tensor] = []
         begin, self.length = self.length, self.length + n
         for layer, (join, both) in enumerate(zip(self.joins, self.histories, strict=True)):
             new = [each[:, :, begin : self.length] for each in self.tokens[layer]]

@@ -132,10 +132,10 @@ def test_what_was_planned_is_dropped_with_the_tokens_it_was_of(
     staged = [*plan._staged.values(), *([plan._here] if plan._here else [])]
     words = [ref(run.table) for each in staged for side in each.runs for run in side]
     assert len(words) == 2
-    plan = ref(plan)
-    del staged
+    planned = ref(plan)
+    del plan, staged
     CHANGES[change](layer)
-    assert plan() is None
+    assert planned() is None
     assert [table() for table in words] == [None, None]
     layer.grow(70)
     for _ in range(2 * BLOCK):

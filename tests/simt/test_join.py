@@ -133,7 +133,8 @@ def test_no_sequences_take_no_launch() -> None:
     (run,) = runs_of(case, [40])
     none = replace(run, ids=run.ids[:0])
     kernels, runner = simt_kernels()
-    side = SideTokens(*(x if isinstance(x, int) else x[:0] for x in side_of(128, 40, 3, 1, 1, 0)))
+    some = side_of(128, 40, 3, 1, 1, 0)
+    side = SideTokens(some.tail[:0], some.tail_tokens, some.new[:0], some.memory[:0], some.out[:0])
     kernels.prepare_join(([none], [none]), 0, HEADS, (128, 128))(side, side)
     assert not runner.launched
 
