@@ -74,6 +74,9 @@ class CompressedCache(PackedCache):
     gradients), the next layer is decoded while this one computes, into a buffer that all layers
     share too. K and V of two layers are there unpacked at most.
 
+    Torch's current stream may be another one at each call: it waits for the one that was current
+    at the call before.
+
     Encoder-decoder models are given a cache for each kind of attention, as
     ``EncoderDecoderCache(CompressedCache(config), DynamicCache(config=config))``, both of which may
     be compressed. Alone, the cache keeps K and V of self-attention, and the model computes those of
