@@ -209,18 +209,18 @@ class Current(Stream):
 def read(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Make streams current that differ; return what each launch of the kernel reads, by address.
 
-    Fails where a launch on a second stream reads memory whose allocator was not told of it.
+    Fails where a launch on a second stream reads memory whose allocator was not known of it.
     """
     monkeypatch.setattr(Current, "current", 0)
     monkeypatch.setattr(Current, "waits", [])
     monkeypatch.setattr(link, "stream_pointer", lambda device: Current.current)
     for module in (link, reader):
         monkeypatch.setattr(module, "current_stream", lambda device: Current(Current.current))
-    told: set[tuple[int, int]] = set()
+    known: set[tuple[int, int]] = set()
 
     def record_stream(tensor: torch.Tensor, stream: Any) -> None:
         if isinstance(stream, Current):
-            told.add((tensor.untyped_storage().data_ptr(), stream.number))
+            known.add((tensor.untyped_storage().data_ptr(), stream.number))
 
     monkeypatch.setattr(torch.Tensor, "record_stream", record_stream)
     prepare, launches = gpu.prepare_join, []
@@ -241,7 +241,7 @@ def read(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
             tensors = [*tables, keys.tail, values.tail]
             addresses = [t.untyped_storage().data_ptr() for t in tensors]
             if len(set(Current.waits)) or Current.current:
-                assert {(address, Current.current) for address in addresses} <= told
+                assert {(address, Current.current) for address in addresses} <= known
             launches.append(addresses)
             kernel(keys, values)
 
