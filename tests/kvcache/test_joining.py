@@ -209,7 +209,7 @@ class Current(Stream):
 def read(gpu: Any, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Make streams current that differ; return what each launch of the kernel reads, by address.
 
-    Fails where a launch on a second stream reads memory whose allocator was not known of it.
+    Fails where a launch on a second stream reads memory of which the allocator does not know that.
     """
     monkeypatch.setattr(Current, "current", 0)
     monkeypatch.setattr(Current, "waits", [])
