@@ -10,7 +10,6 @@ from .attending import PackedAttention
 from .gathering import Gathered
 from .history import PackedHistory
 from .index import beam_index, repeat_count, sequence_index
-from .joining import TokenJoin
 from .loading import load_kernels
 from .model_codecs import LayerCodecs, ModelCodecs, codecs_of_model
 from .options import check_options
@@ -50,7 +49,6 @@ __all__ = [
     "Take",
     "TileOptions",
     "TilePlans",
-    "TokenJoin",
     "TokenScores",
     "Words",
     "beam_index",

@@ -8,7 +8,6 @@ import torch
 
 from ..engine.transfer.lanes import StreamLane
 from .history import PackedHistory
-from .joining import TokenJoin
 from .packing import CodecPlans
 from .reader import HistoryReader
 
@@ -49,8 +48,6 @@ def load_kernels(device: torch.device, dtype: torch.dtype) -> None:
             )
             history.append(tokens.to(device))
             reader.finish_packing()
-            new = tokens[:, :, :1].to(device)
-            if TokenJoin(reader, [history, history]).join(new, new) is None:
-                reader.read([history])
-                reader.done([history])
+            reader.read([history])
+            reader.done([history])
         _loaded.add((device, dtype))
