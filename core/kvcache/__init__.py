@@ -10,6 +10,7 @@ from .attending import PackedAttention
 from .gathering import Gathered
 from .history import PackedHistory
 from .index import beam_index, repeat_count, sequence_index
+from .joining import TokenJoin
 from .loading import load_kernels
 from .model_codecs import LayerCodecs, ModelCodecs, codecs_of_model
 from .options import check_options
@@ -49,6 +50,7 @@ __all__ = [
     "Take",
     "TileOptions",
     "TilePlans",
+    "TokenJoin",
     "TokenScores",
     "Words",
     "beam_index",

@@ -90,7 +90,7 @@ class PackedAttention:
         reader, histories = self._reader, self._histories
         if not histories[0].packed.words.crosses:
             return self._attend(self._planned().here(), query, scaling, softcap, sinks, first_valid)
-        words = reader.stage(histories)
+        words = reader.stage_crossing(histories).words
         try:
             there = self._planned().there(words)
             return self._attend(there, query, scaling, softcap, sinks, first_valid)

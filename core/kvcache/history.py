@@ -19,7 +19,7 @@ from .packed_tokens import Commit, PackedTokens, Revision
 from .packing import Plans
 from .segment import Segment
 from .selection import Take
-from .tail import Tail
+from .tail import Tail, check_like
 from .words import DeviceWords, HostWords, Words
 
 
@@ -57,7 +57,8 @@ class PackedHistory:
         Tokens for which memory is taken at once when the first are packed.
     tail_room_tokens : int
         Tokens of a sequence for which the tail takes memory ahead, at the most. With none, each
-        `append` copies the tail.
+        `append` copies the tail, unless the tokens were written to memory of `memory_for`, which
+        takes an eighth of what packing has saved.
     at_once : bool
         Whether `append` waits for a GPU that packs, so that how many tokens are packed never
         depends on its speed: where only some of the packed tokens are attended to, that would
@@ -137,6 +138,7 @@ class PackedHistory:
         self._block_tokens = block_tokens
         self._sinks = sinks
         self._tail_room_tokens = tail_room_tokens
+        self._room_tokens, self._room_at = 0, -1  # and at which change of the packed tokens
         self._at_once = at_once or self._device.type == "cpu"
         self.head = self.tail = self._no_tokens()
 
@@ -287,6 +289,29 @@ class PackedHistory:
 
     # Changes
 
+    def take_turn(self) -> int:
+        """Let torch's current stream read and write the tokens, behind the one that did last.
+
+        All changes but those of `append` with memory do it themselves.
+
+        Returns
+        -------
+        int
+            Which stream that is, as `Link.take_turn` says.
+        """
+        link = self.packed.words.link
+        stream = link.take_turn()
+        if link.several_streams:
+            self.keep_unpacked(stream)
+        return stream
+
+    def keep_unpacked(self, stream: int) -> None:
+        """Keep unpacked tokens from reuse until torch's current stream, `stream`, has read them."""
+        tail = self._tail
+        if tail.stream != stream:  # the head is replaced with it alone
+            self.packed.words.link.keep_for_turn(tail.memory, self.head)
+            tail.stream = stream
+
     def check(self, tokens: torch.Tensor) -> None:
         """Raise for tokens that do not continue those of the history.
 
@@ -309,29 +334,16 @@ class PackedHistory:
             and tokens.device == self._device
         ):
             return
-        if tokens.dim() != 4:
-            raise ArgumentError(
-                f"{self._kind}: shape {list(tokens.shape)}, expected [B, H, tokens, D]"
-            )
-        if tokens.device != self.device:
-            raise ArgumentTypeError(
-                f"{self._kind}: on {tokens.device}, this cache is on {self.device}"
-            )
-        if self.length == 0:
-            return
-        if tokens.dtype != there.dtype:
-            raise ArgumentTypeError(
-                f"{self._kind}: dtype {tokens.dtype}, the cache holds {there.dtype}; a model "
-                "cannot change its dtype while a cache is in use: reset it first"
-            )
-        batch, heads, _, dim = there.shape
-        if (tokens.shape[0], tokens.shape[1], tokens.shape[3]) != (batch, heads, dim):
-            raise ArgumentError(
-                f"{self._kind}: shape {list(tokens.shape)}, the cache holds "
-                f"[{batch}, {heads}, {self.length}, {dim}]: of another batch or another model"
-            )
+        check_like(tokens, there, self._kind, device=self._device, length=self.length)
 
-    def append(self, tokens: torch.Tensor, *, checked: bool = False, pack: bool = True) -> None:
+    def append(
+        self,
+        tokens: torch.Tensor,
+        *,
+        checked: bool = False,
+        pack: bool = True,
+        memory: torch.Tensor | None = None,
+    ) -> None:
         """Put tokens behind the last ones, and pack what has left the window.
 
         Parameters
@@ -342,6 +354,8 @@ class PackedHistory:
             Whether they have been given to `check`.
         pack : bool
             Whether to pack; else `pack` does it, once they have been attended to unpacked.
+        memory : torch.Tensor, optional
+            What `memory_for` returned, to which they have been written.
 
         Raises
         ------
@@ -353,12 +367,19 @@ class PackedHistory:
         """
         if not checked:
             self.check(tokens)
-        queue = self.packed.words.link.packing
-        if queue.histories:
-            kernels_for(self._device)  # the error of an earlier decode there is not the queue's
-            queue.advance()
-        if self.packed.packs:
-            self._retire(wait=False)
+        if memory is not None:
+            self._tail.take(memory, tokens.shape[2])
+        link = self.packed.words.link
+        if memory is None:
+            stream = link.take_turn()
+            if link.several_streams:
+                self.keep_unpacked(stream)
+        if link.packing.histories or self.packed.packs:
+            self._go_on(0 if memory is None else tokens.shape[2])
+        if memory is not None:
+            if self._tail.length - self._window >= self._block_tokens:
+                self._pack_new(self.length - tokens.shape[2])
+            return
         new = tokens.detach() if tokens.requires_grad else tokens
         if self._tail.length and self.head.shape[2] == self._sinks:  # as for each token
             self._tail.append(new, self._tail_room_tokens)
@@ -384,6 +405,46 @@ class PackedHistory:
         if self._tail.memory is new:  # the caller's, or a view of something larger
             self.tail = new.clone(memory_format=torch.contiguous_format)
 
+    def memory_for(self, n: int) -> tuple[torch.Tensor, int, torch.Tensor]:
+        """Return where the tail lies, and memory for it and `n` tokens behind it.
+
+        Returns
+        -------
+        tail : torch.Tensor
+            ``[B, H, t or more, D]``, of which the first t are the tail.
+        tail_tokens : int
+            t.
+        memory : torch.Tensor
+            ``[B, H, t + n or more, D]``, which `append` takes; `tail`, or contiguous memory to
+            which the tail is to be written too. Nothing is seen of what is written before that.
+
+        Notes
+        -----
+        On a GPU it is for the current stream, on which `take_turn` has been called.
+        """
+        tail = self._tail
+        if self._room_at != self.packed.changes:
+            self._room_tokens = self._tail_room_tokens or self.packed.affordable_tokens
+            self._room_at = self.packed.changes
+        return tail.memory, tail.length, tail.memory_for(n, self._room_tokens)
+
+    def _go_on(self, new: int) -> None:
+        """Go on with packing that is under way, here and in the queue.
+
+        After an error, so many tokens that are there already are removed.
+        """
+        queue = self.packed.words.link.packing
+        try:
+            if queue.histories:
+                kernels_for(self._device)  # the error of an earlier decode there is not the queue's
+                queue.advance()
+            if self.packed.packs:
+                self._retire(wait=False)
+        except Exception:
+            if new:
+                self.crop(self.length - new)
+            raise
+
     def _pack_new(self, before: int) -> None:
         """Pack what is due, or leave the tokens as they were before the new ones."""
         try:
@@ -402,6 +463,7 @@ class PackedHistory:
         """
         if not self.due:
             return
+        self.take_turn()
         self._pack(wait=self._at_once)
         if not self._at_once and self._blocks_due() > 1:
             self.words.link.packing.add(self)
@@ -420,6 +482,7 @@ class PackedHistory:
         BitslabError
             When host memory runs out; nothing has changed then.
         """
+        self.take_turn()
         if self.samples:
             self._pack(wait=False, wait_for_sample=wait)
         else:
@@ -451,6 +514,7 @@ class PackedHistory:
         """
         if not 0 <= length <= self.length:
             raise ArgumentError(f"length: {length}, accepted are 0 to {self.length} tokens")
+        self.take_turn()
         head = self.head[:, :, :length]
         behind = length - head.shape[2]
         if behind >= self.packed_tokens:
@@ -516,6 +580,7 @@ class PackedHistory:
         take : callable
             Takes a tensor and its dimension of sequences, and returns it with the others.
         """
+        self.take_turn()
         head = take(self.head, 0) if self.head.shape[2] else self.head
         tail = take(self.tail, 0)
         return partial(self._commit, self.packed.prepare_take(take), head, tail)
@@ -525,6 +590,7 @@ class PackedHistory:
 
         See `PackedTokens.prepare_move`.
         """
+        self.take_turn()
         return self.packed.prepare_move(words)
 
     def pack_anew(self) -> None:
@@ -550,6 +616,7 @@ class PackedHistory:
 
     def reset(self) -> None:
         """Remove all tokens and codecs; host memory that was taken is reused."""
+        self.take_turn()
         self.packed.reset()
         self.head = self.tail = self._no_tokens()
 
@@ -594,6 +661,6 @@ class PackedHistory:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         tail, dtype = state["tail"]
-        self.__dict__.update({"_tail_room_tokens": 0, **state})
+        self.__dict__.update({"_tail_room_tokens": 0, **state, "_room_at": -1})
         del self.__dict__["tail"]
         self.head, self.tail = state["head"].view(dtype), tail.view(dtype)

@@ -6,10 +6,14 @@ from typing import Any
 
 import torch
 
+from ..engine.kernels.cuda.stream import current_stream, stream_pointer
 from ..engine.transfer.lanes import StreamLane
 from ..errors import BitslabError
 from .learning import LearningQueue
 from .packing_queue import PackingQueue
+
+#: Where there is no stream; torch's default one is 0.
+NO_STREAM = -1
 
 
 class Streams:
@@ -55,10 +59,13 @@ class Link:
         The layers whose codecs are to be learnt from a prompt.
     fetched_bytes : int
         Bytes of words fetched as a whole; on the CPU, those that a GPU would have fetched.
+    several_streams : bool
+        Whether `take_turn` has found another current stream than before, ever.
 
     Notes
     -----
-    Copies and pickles have streams of their own.
+    Copies and pickles have streams of their own. A stream of the caller's on which histories were
+    used must live until they are used on another, or are gone; all that torch makes do.
     """
 
     def __init__(self, device: torch.device, sm_budget: int | None = None) -> None:
@@ -68,12 +75,45 @@ class Link:
         self.packing = PackingQueue()
         self.learning = LearningQueue(device)
         self.fetched_bytes = 0
+        self.several_streams = False
+        self._last: torch.cuda.Stream | None = None  # torch's current stream at the last turn
+        self._turn = NO_STREAM
+
+    def take_turn(self) -> int:
+        """Order what comes next on torch's current stream behind what histories did on another.
+
+        They read and write the same memory on whatever stream is current. Where it is another one
+        than at the last turn, it waits for all that is queued on that one now; nothing else does.
+
+        Returns
+        -------
+        int
+            Which stream it is, as `stream_pointer` says; NO_STREAM on the CPU.
+        """
+        if self.streams is None:
+            return NO_STREAM
+        stream = stream_pointer(self.device)
+        if stream != self._turn:
+            current = current_stream(self.device)
+            if self._last is not None:
+                self.several_streams = True
+                current.wait_stream(self._last)
+            self._last, self._turn = current, stream
+        return stream
 
     def keep(self, *tensors: torch.Tensor) -> None:
         """Keep the memory of tensors from reuse until the streams have read it."""
         if self.streams is not None:
             self.streams.copies.keep(*tensors)
             self.streams.decodes.keep(*tensors)
+
+    def keep_for_turn(self, *tensors: torch.Tensor) -> None:
+        """Keep the memory of tensors from reuse until torch's current stream has read it."""
+        if self.streams is None:
+            return
+        current = current_stream(self.device)
+        for t in tensors:
+            t.record_stream(current)
 
     def pending(self) -> list[torch.cuda.Event]:
         """Return events behind all work of the streams; none where they are idle."""

@@ -8,6 +8,7 @@ import torch
 
 from ..engine.transfer.lanes import StreamLane
 from .history import PackedHistory
+from .joining import TokenJoin
 from .packing import CodecPlans
 from .reader import HistoryReader
 
@@ -48,6 +49,8 @@ def load_kernels(device: torch.device, dtype: torch.dtype) -> None:
             )
             history.append(tokens.to(device))
             reader.finish_packing()
-            reader.read([history])
-            reader.done([history])
+            new = tokens[:, :, :1].to(device)
+            if TokenJoin(reader, [history, history]).join(new, new) is None:
+                reader.read([history])
+                reader.done([history])
         _loaded.add((device, dtype))

@@ -63,6 +63,8 @@ class PackedTokens:
         What holds them, oldest first. The last one may be empty: its first block is in flight.
     revision : Revision
         Replaced whenever they change.
+    changes : int
+        How often they have changed.
     ready : torch.cuda.Event or None
         Passed when the metadata is written, once `mark_ready` was called; None on the CPU.
     moved_to_host_bytes : int
@@ -87,6 +89,7 @@ class PackedTokens:
         self._fitting = Fitting(plans, kind, kept)
         self._reserve_tokens = reserve_tokens
         self.moved_to_host_bytes = 0
+        self.changes = 0
         self._make_marks()
         self._clear()
 
@@ -128,6 +131,16 @@ class PackedTokens:
         """Whether half or more of what was packed is of sequences that are not there any more."""
         there = sum(segment.raw_bytes for segment in self.segments)
         return self.length > 0 and 2 * sum(e.decoded_bytes for e in self.segments) <= there
+
+    @property
+    def affordable_tokens(self) -> int:
+        """Tokens for which an eighth of what packing saves has room; a block at the most."""
+        if not self.segments or self.rows is None:
+            return 0
+        raw = sum(segment.token_bytes - segment.device_bytes for segment in self.segments)
+        token_bytes = self.segments[-1].batch * self.rows.heads * self.rows.token_bytes
+        saved = (raw - self.words.nbytes) // (GROWTH * max(1, token_bytes))
+        return max(0, min(saved, self.block_tokens))
 
     def decode(self) -> list[torch.Tensor]:
         """Return the tokens of each segment, decoded on the current stream."""
@@ -315,17 +328,18 @@ class PackedTokens:
     def _move(self, in_flight: InFlightBlocks) -> None:
         """Move blocks to the word store; an error changes nothing."""
         segment, at = self.segments[-1], self.words.n_words
+        packed = in_flight.packed
+        self._keep_for_turn(packed.words, packed.lengths, packed.bases)
         n_words, max_words = in_flight.sizes()
         needed = n_words * self._reserve_tokens // in_flight.tokens
         if not at:
             self.words.reserve(needed)
         tokens = self.length + in_flight.tokens
         most = self._most_words(segment, in_flight)
-        packed = in_flight.packed.words[:n_words]
-        self.words.append(packed, made=in_flight.made, tokens=tokens, most=most)
+        self.words.append(packed.words[:n_words], made=in_flight.made, tokens=tokens, most=most)
         sizes = (n_words, max_words)
         try:
-            segment.commit(in_flight.packed, sizes, in_flight.n_blocks, in_flight.sequences, at)
+            segment.commit(packed, sizes, in_flight.n_blocks, in_flight.sequences, at)
         except Exception:
             self.words.truncate(at)
             raise
@@ -369,6 +383,7 @@ class PackedTokens:
 
         On a GPU this waits once.
         """
+        self._keep_for_turn()
         n_segments, kept = self._whole_segments(length)
         end = self._words_end(n_segments, ceil_div(length - kept, self.block_tokens))
         return partial(self._cut, length, n_segments, length - kept, end)
@@ -406,6 +421,7 @@ class PackedTokens:
 
     def prepare_take(self, take: Take) -> Commit:
         """Return a commit that replaces the sequences, of in-flight blocks too."""
+        self._keep_for_turn(*(blocks.sequences.index for blocks in self._in_flight))
         origins = [segment.taken(take) for segment in self.segments]
         indices = [take(blocks.sequences.index, 0) for blocks in self._in_flight]
         return partial(self._put, origins, indices)
@@ -429,6 +445,7 @@ class PackedTokens:
 
         On a GPU this waits for the device.
         """
+        self._keep_for_turn()
         words = self.words.fetch()
         found = [segment.rows_there(words) for segment in self.segments]
         del words
@@ -486,8 +503,15 @@ class PackedTokens:
         self.words.truncate(0)
         self._change()
 
+    def _keep_for_turn(self, *others: torch.Tensor) -> None:
+        """Keep metadata, and others, from reuse until torch's current stream has read them."""
+        if self._link.several_streams:
+            metadata = [t for segment in self.segments for t in segment.tensors()]
+            self._link.keep_for_turn(*metadata, *others)
+
     def _change(self) -> None:
         self.revision = Revision()
+        self.changes += 1
         self._changed = True
         for segment in self.segments:
             segment.forget_tables()
@@ -500,7 +524,7 @@ class PackedTokens:
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        self.__dict__.update({"changes": 0, **state})
         self._make_marks()
         for segment in self.segments:
             self._link.keep(*segment.tensors())

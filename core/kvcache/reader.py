@@ -10,7 +10,7 @@ import torch
 from ..engine.kernels.cuda.stream import current_stream
 from ..errors import ArgumentError, ArgumentTypeError
 from .arena import HostArena
-from .fetching import TokenBuffer, WordBuffer, drop_stale, holding, next_free
+from .fetching import Crossing, TokenBuffer, WordBuffer, drop_stale, holding, next_free
 from .gathering import RowGatherer
 from .history import PackedHistory
 from .learning import LearningQueue
@@ -33,9 +33,9 @@ class HistoryReader:
     """Reads histories of one device, whose words are in its stores, and prefetches the next ones.
 
     On a GPU the packed words of a history in host memory cross by the copy engine on one stream,
-    into one of two buffers, and are decoded on another, into another buffer; events order the
-    streams, the host waits for nothing. On the CPU a history is decoded when it is read, from words
-    in one tensor.
+    into one of two buffers, and are decoded on another, into another buffer, or by a `TokenJoin` on
+    the current one; events order the streams, the host waits for nothing. On the CPU a history is
+    decoded when it is read, from words in one tensor.
 
     Parameters
     ----------
@@ -78,7 +78,9 @@ class HistoryReader:
         self._tokens = [TokenBuffer(self.device, streams) for _ in range(n) if streams is not None]
         self._word_turn = self._token_turn = 0
         self.chosen = RowGatherer(self.link, self.sm_budget)
-        self._ids: dict[tuple[int, ...], torch.Tensor] = {}  # of segments, by their key
+        # Of segments, by their key: those that the stream for decoding reads, and the current one.
+        self._ids: dict[tuple[int, ...], torch.Tensor] = {}
+        self._current_ids: dict[tuple[int, ...], torch.Tensor] = {}
 
     @property
     def device(self) -> torch.device:
@@ -93,7 +95,7 @@ class HistoryReader:
     @property
     def buffer_bytes(self) -> int:
         """Bytes on the device of the fetch buffers; 0 on the CPU."""
-        ids = sum(t.nbytes for t in self._ids.values())
+        ids = sum(t.nbytes for kept in (self._ids, self._current_ids) for t in kept.values())
         words = sum(buffer.memory.nbytes for buffer in self._words)
         return ids + words + sum(buffer.nbytes for buffer in self._tokens)
 
@@ -140,6 +142,20 @@ class HistoryReader:
 
     # Reading
 
+    def take_turn(self, histories: Sequence[PackedHistory]) -> int:
+        """Let torch's current stream use histories, behind the one that did last.
+
+        Returns
+        -------
+        int
+            Which stream that is, as `Link.take_turn` says.
+        """
+        stream = self.link.take_turn()
+        if self.link.several_streams:
+            for history in histories:
+                history.keep_unpacked(stream)
+        return stream
+
     def read(self, histories: Sequence[PackedHistory]) -> list[list[torch.Tensor]]:
         """Return the packed tokens of histories, decoded.
 
@@ -180,13 +196,29 @@ class HistoryReader:
             For each int32, its words and PAD_WORDS behind them. On a GPU the current stream waits
             for them; they hold until `done_words`.
         """
-        if not histories[0].packed.words.crosses:
-            return [history.words.fetch() for history in histories]
+        if histories[0].packed.words.crosses:
+            return self.stage_crossing(histories).words
+        return [history.words.fetch() for history in histories]
+
+    def stage_crossing(self, histories: Sequence[PackedHistory]) -> Crossing:
+        """Return where the words of histories that cross are staged; see `stage`.
+
+        Parameters
+        ----------
+        histories : sequence of PackedHistory
+            Of this reader, with words in host memory that cross.
+
+        Returns
+        -------
+        Crossing
+            The same one each time, until the histories change or their words go elsewhere, and
+            nobody else keeps it: a weak key for what is derived from where the words lie.
+        """
         buffer = holding(self._words, histories) or self._copy(histories, each=False)
         self._word_turn = (self._words.index(buffer) + 1) % BUFFERS
         buffer.use(current_stream(self.link.device))
         assert buffer.content is not None
-        return buffer.content.words
+        return buffer.content
 
     def prefetch(self, histories: Sequence[PackedHistory]) -> None:
         """Start to fetch and decode histories that `read` returns next, unless that is under way.
@@ -247,6 +279,10 @@ class HistoryReader:
                 "accepted are histories that were read"
             )
 
+    def row_numbers(self, segment: Segment) -> torch.Tensor:
+        """Return the row numbers of a segment, `Segment.ids`, for the current stream."""
+        return _shared_ids(self._current_ids, segment)
+
     def done_words(self, histories: Sequence[PackedHistory]) -> None:
         """Release what `stage` returned, after work on the current stream."""
         buffer = holding(self._words, histories)
@@ -261,17 +297,8 @@ class HistoryReader:
     # Inside
 
     def _ids_of(self, segment: Segment) -> torch.Tensor:
-        """Return the row numbers of a segment, shared with segments of the same key."""
-        key = segment.key
-        if key is None:
-            return segment.ids()
-        found = self._ids.pop(key, None)
-        if found is None:
-            found = segment.ids()
-            if len(self._ids) == KEPT_IDS:
-                del self._ids[next(iter(self._ids))]
-        self._ids[key] = found  # the last used one last
-        return found
+        """Return the row numbers of a segment, for the stream that decodes."""
+        return _shared_ids(self._ids, segment)
 
     def _decode(self, histories: Sequence[PackedHistory]) -> TokenBuffer:
         """Start to decode histories into the next buffer."""
@@ -302,6 +329,20 @@ class HistoryReader:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._start()
+
+
+def _shared_ids(kept: dict[tuple[int, ...], torch.Tensor], segment: Segment) -> torch.Tensor:
+    """Return the row numbers of a segment, shared with segments of the same key."""
+    key = segment.key
+    if key is None:
+        return segment.ids()
+    found = kept.pop(key, None)
+    if found is None:
+        found = segment.ids()
+        if len(kept) == KEPT_IDS:
+            del kept[next(iter(kept))]
+    kept[key] = found  # the last used one last
+    return found
 
 
 def _packed(histories: Sequence[PackedHistory]) -> bool:

@@ -406,7 +406,7 @@ class Segment:
         if self.kernels is None or out.device.type == "cpu":
             return partial(self.decode_rows, words, ids, target, sm_budget)
         kernels_on(out.device)  # raises the error of an earlier decode there
-        return self.kernels.prepare_gather(self._new_table(words), ids, target, sm_budget)
+        return self.kernels.prepare_gather(self.new_table(words), ids, target, sm_budget)
 
     def row_ids(self, positions: torch.Tensor) -> torch.Tensor:
         """Return the numbers of rows for `decode_rows`.
@@ -472,10 +472,11 @@ class Segment:
         """Return the rows as kernels read them; cached, because kernels keep what they prepared."""
         table = self._tables.get(words.data_ptr())
         if table is None or table.words.shape != words.shape:
-            table = self._tables[words.data_ptr()] = self._new_table(words)
+            table = self._tables[words.data_ptr()] = self.new_table(words)
         return table
 
-    def _new_table(self, words: torch.Tensor) -> TableStorage:
+    def new_table(self, words: torch.Tensor) -> TableStorage:
+        """Return what `table` does, for whoever keeps it until the rows change."""
         return TableStorage(
             n_rows=self.n_rows,
             words=words,

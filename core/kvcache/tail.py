@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from ..errors import ArgumentError, ArgumentTypeError
+from .link import NO_STREAM
+
 #: Tokens of the least room ahead.
 LEAST_ROOM = 16
 
@@ -22,15 +25,19 @@ class Tail:
         How many of a sequence there are.
     memory : torch.Tensor
         ``[B, H, length and room, D]``, of which the first are the tokens.
+    stream : int
+        The last stream for whose reading the memory is kept, as `Link.take_turn` says; NO_STREAM
+        for memory that is new.
     """
 
-    __slots__ = ("_room_end", "_tokens", "length", "memory")
+    __slots__ = ("_room_end", "_tokens", "length", "memory", "stream")
 
     def __init__(self, tokens: torch.Tensor) -> None:
         self.memory = tokens
         self.length: int = tokens.shape[2]
         self._room_end = 0  # the tokens that the memory has room for, where it may be written to
         self._tokens: torch.Tensor | None = tokens
+        self.stream = NO_STREAM
 
     @property
     def tokens(self) -> torch.Tensor:
@@ -54,17 +61,71 @@ class Tail:
         if not most_room:
             there = self.tokens if self._tokens is None else self._tokens
             self.memory = self._tokens = torch.cat([there, tokens], dim=2)
-            self.length, self._room_end = end, 0
+            self.length, self._room_end, self.stream = end, 0, NO_STREAM
             return
         if end > self._room_end:
-            self._grow(end + min(most_room, max(LEAST_ROOM, end)))
+            larger = self._larger(end, most_room)
+            larger.narrow(2, 0, self.length).copy_(self.tokens)
+            self.memory, self._room_end, self.stream = larger, larger.shape[2], NO_STREAM
         self.memory.narrow(2, self.length, n).copy_(tokens)
         self.length, self._tokens = end, None
 
-    def _grow(self, room_end: int) -> None:
-        """Move to a tensor of so many tokens, which any mode of autograd may write to."""
+    def memory_for(self, n: int, most_room: int) -> torch.Tensor:
+        """Return memory that begins with the tokens, or is to, and has room for `n` behind them.
+
+        What is written behind the tokens is not seen before `take`. Where there is no such memory,
+        it is taken for up to `most_room` tokens ahead.
+        """
+        end = self.length + n
+        return self.memory if end <= self._room_end else self._larger(end, most_room)
+
+    def take(self, memory: torch.Tensor, n: int) -> None:
+        """Take memory of `memory_for`, to which the tokens and `n` behind them were written."""
+        if memory is not self.memory:
+            self.memory, self._room_end, self.stream = memory, memory.shape[2], NO_STREAM
+        self.length += n
+        self._tokens = None
+
+    def _larger(self, end: int, most_room: int) -> torch.Tensor:
+        """Return a tensor for so many tokens, with room ahead."""
         batch, heads, _, dim = self.memory.shape
-        with torch.inference_mode(False):
-            larger = self.memory.new_empty((batch, heads, room_end, dim))
-        larger.narrow(2, 0, self.length).copy_(self.tokens)
-        self.memory, self._room_end = larger, room_end
+        if not most_room:
+            return self.memory.new_empty((batch, heads, end, dim))
+        end += min(most_room, max(LEAST_ROOM, end))
+        with torch.inference_mode(False):  # any mode of autograd may write to it
+            return self.memory.new_empty((batch, heads, end, dim))
+
+
+def check_like(
+    tokens: torch.Tensor, there: torch.Tensor, kind: str, *, device: torch.device, length: int
+) -> None:
+    """Raise unless tokens are on a device and like those that are there, if any are.
+
+    Parameters
+    ----------
+    tokens, there : torch.Tensor
+        ``[B, H, any, D]``.
+    kind : str
+        For messages.
+    device : torch.device
+        Where they must be.
+    length : int
+        Tokens of a sequence that are there.
+    """
+    if tokens.dim() != 4:
+        raise ArgumentError(f"{kind}: shape {list(tokens.shape)}, expected [B, H, tokens, D]")
+    if tokens.device != device:
+        raise ArgumentTypeError(f"{kind}: on {tokens.device}, this cache is on {device}")
+    if length == 0:
+        return
+    if tokens.dtype != there.dtype:
+        raise ArgumentTypeError(
+            f"{kind}: dtype {tokens.dtype}, the cache holds {there.dtype}; a model "
+            "cannot change its dtype while a cache is in use: reset it first"
+        )
+    batch, heads, _, dim = there.shape
+    if (tokens.shape[0], tokens.shape[1], tokens.shape[3]) != (batch, heads, dim):
+        raise ArgumentError(
+            f"{kind}: shape {list(tokens.shape)}, the cache holds "
+            f"[{batch}, {heads}, {length}, {dim}]: of another batch or another model"
+        )

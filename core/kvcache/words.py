@@ -324,6 +324,8 @@ class DeviceWords:
         most: int | None = None,
     ) -> None:
         """Copy int32 ``[n]`` words behind the last ones, on the current stream that made them."""
+        if self.link.several_streams:
+            self.link.keep_for_turn(self._words)
         end = self.n_words + words.shape[0]
         size, least = end + PAD_WORDS, self._ahead_words
         try:
@@ -342,6 +344,8 @@ class DeviceWords:
         end = self.n_words + PAD_WORDS
         if self._words.shape[0] < end:  # nothing was appended
             self._words = self._words.new_zeros(end)
+        elif self.link.several_streams:
+            self.link.keep_for_turn(self._words)
         return self._words[:end]
 
     def fetch(self) -> torch.Tensor:

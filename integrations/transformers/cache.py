@@ -51,7 +51,8 @@ class CompressedCache(PackedCache):
         Tokens of a sequence for which host memory is taken when the first are packed. Left out,
         memory is taken as it is needed, an eighth ahead where packing has saved as much.
     sm_budget : int or None
-        Multiprocessors that decoding may take from the computation; None for all.
+        Multiprocessors that decoding ahead may take from the computation; None for all. Decoding
+        for which the computation waits takes all.
     select : KVSelector, optional
         Chooses which packed tokens each layer attends to; only they are fetched. Run the model
         within ``with select.attached(model):``. Left out, all are, and nothing is lost. With one, a
@@ -66,9 +67,15 @@ class CompressedCache(PackedCache):
 
     Notes
     -----
-    On a GPU the decoded K and V of one layer, and packed words of two that cross, lie in buffers
-    that all layers share. `update` joins the decoded ones with the last tokens, so that K and V of
-    two layers are there unpacked at most, and the next layer is decoded while this one computes.
+    On a GPU `update` decodes the packed tokens of a layer into the tensors that it returns, with
+    the last ones behind them, in one launch; packed words of two layers that cross lie in buffers
+    that all layers share. Where K and V are no such rows as that kernel knows (heads of more than
+    1 KiB, or of no multiple of 16 bytes; tokens that nothing makes smaller; new ones with
+    gradients), the next layer is decoded while this one computes, into a buffer that all layers
+    share too. K and V of two layers are there unpacked at most.
+
+    Torch's current stream may be another one at each call: it waits for the one that was current
+    at the call before.
 
     Encoder-decoder models are given a cache for each kind of attention, as
     ``EncoderDecoderCache(CompressedCache(config), DynamicCache(config=config))``, both of which may

@@ -20,6 +20,7 @@ from bitslab.kvcache import (
     PackedHistory,
     Selection,
     Take,
+    TokenJoin,
     TokenScores,
     beam_index,
     repeat_count,
@@ -60,6 +61,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         # Not the base class's: it would set `keys` and `values`.
         self._open = open_histories
         self._reader: HistoryReader | None = None
+        self._join: TokenJoin | None = None
         self.histories: list[PackedHistory] = []
         self.is_initialized = False
         self._selector = selector
@@ -73,6 +75,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         device = key_states.device
         if self._reader is None or self._reader.device != device:
             self._reader, self.histories = self._open(device)
+            self._join = TokenJoin(self._reader, self.histories)
         self.dtype, self.device = key_states.dtype, device
         self.is_initialized = True
 
@@ -124,27 +127,31 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append K and V of a layer that has a reader; see `update`."""
-        assert self._reader is not None
+        assert self._reader is not None and self._join is not None
         of_keys, of_values = self.histories
         of_keys.check(key_states)
         of_values.check(value_states)
-        before = of_keys.length
-        chosen = None if self.scores is None else self._choose(key_states.shape[2], before)
-        if chosen is None:
+        chosen = None if self.scores is None else self._choose(key_states.shape[2])
+        joined = None if chosen is not None else self._join.join(key_states, value_states)
+        memory: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
+        if joined is not None:
+            (keys, values), memory = joined
+        elif chosen is None:
             of_k, of_v = self._reader.read(self.histories)
             keys = of_keys.joined(of_k, key_states)
             values = of_values.joined(of_v, value_states)
             self._reader.done(self.histories)
         else:
+            self._reader.take_turn(self.histories)
             k, v = chosen.gathered.get()
             keys = of_keys.joined([k], key_states)
             values = of_values.joined([v], value_states)
         self._count(chosen)
         try:
-            of_keys.append(key_states, checked=True)
-            of_values.append(value_states, checked=True)
+            of_keys.append(key_states, checked=True, memory=memory[0])
+            of_values.append(value_states, checked=True, memory=memory[1])
         except Exception:
-            self.keep_first(before)
+            self.keep_first(of_values.length)  # of which none was appended
             raise
         if self._selector is not None and self.scores is not None:
             selection = None if chosen is None else chosen.selection
@@ -160,13 +167,17 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Start to fetch and decode what the next `update` returns; waits for nothing."""
         if self._reader is None:
             return
-        if self.scores is None:
-            self._reader.prefetch(self.histories)
-        elif self._reader.device.type == "cuda" and self.scores.ready:
+        if self.scores is not None:
+            if self._reader.device.type != "cuda" or not self.scores.ready:
+                return
             if self._ahead is None or not self._ahead.gathered.holds(self.histories):
                 self._ahead = self._gather()
-            if self._ahead is None:
-                self._reader.prefetch(self.histories)
+            if self._ahead is not None:
+                return
+        if self._join is not None and self._join.serves:
+            self._reader.prefetch_words(self.histories, decoded=False)
+        else:
+            self._reader.prefetch(self.histories)
 
     def prefetch_words(self, *, early: bool = False) -> None:
         """Start to copy the packed words that `update` reads soon; waits for nothing.
@@ -177,7 +188,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             Whether other layers are read before; see `HistoryReader.prefetch_words`.
         """
         if self._reader is not None and self.scores is None:
-            self._reader.prefetch_words(self.histories, decoded=True, early=early)
+            decoded = self._join is None or not self._join.serves
+            self._reader.prefetch_words(self.histories, decoded=decoded, early=early)
 
     @property
     def batch(self) -> int:
@@ -300,9 +312,10 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     # Private
 
-    def _choose(self, new: int, there: int) -> _Chosen | None:
+    def _choose(self, new: int) -> _Chosen | None:
         """Return the chosen packed tokens, or None for all of them."""
         ahead, self._ahead = self._ahead, None
+        there = self.histories[0].length
         if self.scores is None or not there:
             return None
         if self.scores.length != there:
@@ -340,8 +353,13 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.read_tokens += chosen.selection.tokens - chosen.selection.first
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out tokens that are gathered ahead."""
-        return {**self.__dict__, "_ahead": None}
+        """Leave out tokens that are gathered ahead, and the join, made again."""
+        return {**self.__dict__, "_ahead": None, "_join": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a state, of a version before tokens were joined too."""
+        self.__dict__.update(state)
+        self._join = None if self._reader is None else TokenJoin(self._reader, self.histories)
 
     def prepare_take(self, take: Take) -> Commit:
         """Return a commit that replaces the sequences; see `prepare_crop`."""

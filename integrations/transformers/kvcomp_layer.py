@@ -158,9 +158,10 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
 
     def prefetch_words(self, *, early: bool = False) -> None:
         """Start to copy packed words, as of `CompressedLayer`."""
-        if self._reader is not None and self.scores is None:
-            decoded = not self._stages
-            self._reader.prefetch_words(self.histories, decoded=decoded, early=early)
+        if not self._stages:
+            super().prefetch_words(early=early)
+        elif self._reader is not None and self.scores is None:
+            self._reader.prefetch_words(self.histories, decoded=False, early=early)
 
     def settle(self, *, later: bool = False) -> None:
         """Pack what has left the windows since the last update, once it was attended to.

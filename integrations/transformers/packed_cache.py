@@ -258,9 +258,10 @@ class PackedCache(DynamicCache, SelfAttentionCache):
             ``raw_bytes`` of all tokens, which a `DynamicCache` takes; ``host_bytes`` and
             ``device_bytes``, all memory that is reserved, each byte once: packed words and metadata
             with room ahead, unpacked tokens, selectors' scores, and ``buffer_bytes`` (of
-            ``device_bytes``) fetch buffers on a GPU, as much as one layer takes raw and two packed,
-            where they cross; ``ratio``, raw bytes over both. Of packed tokens:
-            ``packed_raw_bytes``, ``packed_bytes`` and ``kept_raw_bytes`` of `PackedHistory.stats`,
+            ``device_bytes``) fetch buffers on a GPU, as much as two layers take packed, where they
+            cross, and one raw, where that is decoded ahead; ``ratio``, raw bytes over both. Of
+            packed tokens: ``packed_raw_bytes``, ``packed_bytes`` and ``kept_raw_bytes`` of
+            `PackedHistory.stats`,
             their ``packed_ratio``, and ``ratios`` by layer. ``moved_to_host_bytes`` and
             ``moved_to_device_bytes``, the packed words that were stored and fetched;
             ``host_layers``, the layers whose packed words lie in host memory, with

@@ -12,7 +12,7 @@ from bitslab.engine.kernels.cuda import CudaKernels
 from bitslab.engine.kernels.row_kernels import LayoutKernels
 from bitslab.engine.transfer import lanes
 from bitslab.errors import ArgumentError, CorruptedDataError
-from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, fetching, reader
+from bitslab.kvcache import CodecPlans, HistoryReader, PackedHistory, fetching, link, reader
 from bitslab.kvcache.link import Streams
 from bitslab.kvcache.reader import BUFFERS
 from bitslab.kvcache.segment import Segment
@@ -51,7 +51,9 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, Stream)
     monkeypatch.setattr(lanes, "on_stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(reader, "current_stream", Stream)
+    for module in (reader, link):
+        monkeypatch.setattr(module, "current_stream", Stream)
+    monkeypatch.setattr(link, "stream_pointer", lambda device: Stream.cuda_stream)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
 
@@ -290,7 +292,7 @@ def gpu_kernels(monkeypatch: pytest.MonkeyPatch) -> SimtRunner:
     ) -> Any:
         target = out.view(-1, segment.rows.row_bytes)
         assert isinstance(segment.kernels, LayoutKernels)
-        table = segment._new_table(words)
+        table = segment.new_table(words)
         return kernels.prepare_gather(table, segment.kernels.layout, ids, target, budget)
 
     monkeypatch.setattr(Segment, "decoding", decoding)

@@ -12,7 +12,7 @@ from bitslab.engine.transfer import lanes
 from bitslab.integrations.transformers import KVCompCache
 from bitslab.integrations.transformers.attention import attention
 from bitslab.integrations.transformers.kvcomp_layer import Padding
-from bitslab.kvcache import HistoryReader, attending, fetching, reader
+from bitslab.kvcache import HistoryReader, attending, fetching, link, reader
 from bitslab.kvcache.link import Streams
 from bitslab.kvcache.words import DeviceWords, HostWords
 from tests.integrations.transformers.models import config_of
@@ -31,7 +31,9 @@ def gpu_path(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(torch.cuda, name, Stream)
     monkeypatch.setattr(lanes, "on_stream", contextlib.nullcontext)
     monkeypatch.setattr(torch.cuda, "current_stream", Stream)
-    monkeypatch.setattr(reader, "current_stream", Stream)
+    for module in (reader, link):
+        monkeypatch.setattr(module, "current_stream", Stream)
+    monkeypatch.setattr(link, "stream_pointer", lambda device: Stream.cuda_stream)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)
     monkeypatch.setattr(

@@ -1,5 +1,5 @@
 // Rows chosen by id, out of a table and, for rows that its map holds, out of the cache's slabs: what
-// finds and fetches them for the kernels that decode them (gather.cu, typed_gemm.cu). Needs decode.cuh
+// finds and fetches them for the kernels that decode them (gather.cu, join.cu, typed_gemm.cu). Needs decode.cuh
 // with GATHER 1, ids.cuh, mailbox.cuh and map.cuh before it.
 #define HOST_SOURCE MAX_SLABS
 
@@ -24,6 +24,10 @@ struct Table {  // see TableStorage and CacheStorage in format.py
   i64 n_items;
   int items_per_row;
   int items_cached;  // whether the map knows items, which the slabs hold raw, not rows
+#if JOIN
+  u32 head_rows, row_tokens;   // rows of a head; items of `out` that a row is
+  u32 head_stride, first;      // items of a head in `out`, and those before its first row
+#endif
 };
 
 struct Counts {  // of the source that this lane counts: a slab, or HOST_SOURCE
@@ -88,8 +92,14 @@ __device__ __forceinline__ Wanted load_wanted(const Args& a, const Table& t, i64
   Wanted w = {};
   w.row = NOTHING;
   if (j < a.tile_rows && position < t.n) {
+#if JOIN
+    w.row = load_id(t.ids, position, t.id_bytes);
+    const u32 head = (u32)position / t.head_rows;
+    w.out = head * t.head_stride + t.first + ((u32)position - head * t.head_rows) * t.row_tokens;
+#else
     w.out = t.order != nullptr ? t.order[position] : (u32)position;
     w.row = load_id(t.ids, w.out, t.id_bytes);
+#endif
   }
   return w;
 }

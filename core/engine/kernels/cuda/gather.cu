@@ -13,48 +13,7 @@
 #include "rebuild_words.cuh"
 #include "decode.cuh"
 #include "chosen_rows.cuh"
-
-template <bool STAGED, int LANES>
-__device__ __forceinline__ void gather_all(const Args& a, const Table& t, i64* counters, u32* shared) {
-  __shared__ TileRow fetched[2][32];
-  __shared__ int part_bits[WARPS];
-  const i64 last = (t.n - 1) / a.tile_rows;
-  const Kept kept = prepare<LANES>(a);
-  Counts counts = {0, 0};
-  // Of short rows, ids are loaded two turns before the rows are fetched, and the lines of the map that
-  // they lead to are called for one turn before: a turn is over before these loads would be. Longer
-  // rows gain nothing by it. The turn before a block's first tile only fetches it.
-  constexpr bool AHEAD = LANES < 32;
-  const i64 begin = blockIdx.x;
-  Wanted next, after;
-  if (AHEAD) {
-    next = positive(a, t, load_wanted(a, t, begin));
-    after = load_wanted(a, t, begin + gridDim.x);
-  }
-  int half = 0;
-  for (i64 tile = begin - gridDim.x; tile <= last; tile += gridDim.x) {
-    if (STAGED) copy_async_wait<0>();
-    // Behind this barrier the tile is there, and no warp looks at the one before it any more.
-    __syncthreads();
-    if (tile + gridDim.x <= last) {
-      if (!AHEAD) next = positive(a, t, load_wanted(a, t, tile + gridDim.x));
-      fetch_chosen<STAGED>(a, t, next, fetched[half ^ 1], shared + (half ^ 1) * a.stage_words, counts);
-    }
-    if (STAGED) copy_async_commit();
-    if (AHEAD) {
-      next = positive(a, t, after);
-      if (t.entries != nullptr && next.row >= 0) prefetch_bucket(t.entries, t.bucket_mask, next.row);
-      after = load_wanted(a, t, tile + 3 * (i64)gridDim.x);
-    }
-    if (tile >= begin) decode_tile<STAGED, LANES>(a, kept, 0, fetched[half], shared + half * a.stage_words, part_bits);
-    half ^= 1;
-  }
-  const int lane = threadIdx.x & 31;
-  if (counters != nullptr && lane <= HOST_SOURCE && counts.rows) {
-    atomicAdd((u64*)counters + lane, (u64)counts.rows);
-    atomicAdd((u64*)counters + MAX_SLABS + 1 + lane, (u64)counts.words);
-  }
-}
+#include "chosen_tiles.cuh"
 
 #define GATHER_PARAMETERS                                                                                         \
   const u32 *words, i64 n_words, const i64 *__restrict__ bases, const void *__restrict__ lengths,                 \
@@ -80,7 +39,7 @@ __device__ __forceinline__ void gather_all(const Args& a, const Table& t, i64* c
   const Table t = {words,         n_words,       bases,   lengths, length_bytes, flags, moved,    overflow, \
                    overflow_rows, typical_words, entries, bucket_mask, slabs,    ids,   id_bytes, order,    n,    \
                    n_items,       items_per_row, items_cached};                                                   \
-  gather_all<STAGED, LANES>(a, t, counters, shared);
+  gather_all<STAGED, LANES>(a, t, counters, shared, blockIdx.x, gridDim.x);
 
 // Rows whose tiles fit the stage, a warp a row.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS) gather_rows(GATHER_PARAMETERS) {

@@ -16,6 +16,7 @@ from .encode import EncodeKernels
 from .exchange import ExchangeKernels
 from .gather import GatherKernels
 from .ids import IdKernels
+from .join import JoinKernels
 from .kept import RowPlacer
 from .lz4 import Lz4Kernels
 from .map import MapKernels
@@ -88,6 +89,7 @@ class CudaKernels:
         gather = GatherKernels(runner)
         self.gather_rows = gather.gather_rows
         self.prepare_gather = gather.prepare_gather
+        self.prepare_join = JoinKernels(runner).prepare
         decode = DecodeKernels(runner, self.ids, gather)
         self.decode_rows = decode.decode_rows
         self.prepare_decode = decode.prepare_decode

@@ -73,6 +73,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "unpack": ("unpack_rest",),
     "decode": ("decode_rows", "decode_long_rows", "decode_short_rows"),
     "gather": ("gather_rows", "gather_long_rows", "gather_short_rows"),
+    "join": ("join_rows",),
     "copy": ("copy_rows",),
     "ids": ("check_ids", "reset_order", "count_ids", "order_ids", "rows_of_keys"),
     "map": ("insert_ids", "find_ids"),
@@ -232,8 +233,8 @@ class Variant:
     Parameters
     ----------
     file : str
-        ``"count"``, ``"encode"``, ``"rewrite"``, ``"pack"``, ``"decode"``, ``"gather"`` or
-        ``"typed_gemm"``, whose chunks are the values that it multiplies.
+        ``"count"``, ``"encode"``, ``"rewrite"``, ``"pack"``, ``"decode"``, ``"gather"``,
+        ``"join"`` or ``"typed_gemm"``, whose chunks are the values that it multiplies.
     chunk_bytes, code_bits, grouped, uniform
         As in RowFormat; counting knows only chunk_bytes.
     vector : int
@@ -286,7 +287,7 @@ class Variant:
             return defines | {"PAD_WORDS": PAD_WORDS, "MIN_BLOCKS": PACK_BLOCKS}
         first_codes = sum(1 << self.code_bits * v for v in range(self.vector))
         wide = self.vector > 1
-        if self.file == "gather":
+        if self.file in ("gather", "join"):
             defines |= CACHE_DEFINES
         elif self.file == "typed_gemm":
             defines |= CACHE_DEFINES | PRODUCT_DEFINES[self.chunk_bytes] | {"PACKED": 1}
@@ -318,7 +319,7 @@ class Variant:
         words = [self.file, f"{self.chunk_bytes}B", f"k{self.code_bits}"]
         words.append("uniform" if self.uniform else "positional")
         words += ["grouped"] if self.grouped else []
-        words += [f"v{self.vector}"] if self.file in ("decode", "gather") else []
+        words += [f"v{self.vector}"] if self.file in ("decode", "gather", "join") else []
         words += ["bytes"] if self.byte_field else []
         words += [word for word in ("words", "counted", "overlapped") if getattr(self, word)]
         return "-".join(words)

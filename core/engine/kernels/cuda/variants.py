@@ -26,6 +26,7 @@ from .source import (
     KEPT,
     LZ4,
     MAP,
+    MIN_SHORT_VECTOR,
     PLAN,
     SLOTS,
     UNPACK,
@@ -96,11 +97,14 @@ def all_variants() -> Iterator[AnyVariant]:
             if uniform:  # as all rows of whole tensors
                 yield Variant("decode", width, bits, grouped, uniform, vector, counted=True)
             yield Variant("gather", width, bits, grouped, uniform, vector)
+            if vector >= MIN_SHORT_VECTOR:
+                yield Variant("join", width, bits, grouped, uniform, vector)
         if uniform and width in WORD_CHUNKS:
             by_words = Variant(
                 "decode", width, bits, grouped, True, widest_vector(width, True), words=True
             )
-            yield from (by_words, replace(by_words, counted=True), replace(by_words, file="gather"))
+            yield from (by_words, replace(by_words, counted=True))
+            yield from (replace(by_words, file=file) for file in ("gather", "join"))
             if not grouped:
                 yield Variant("encode", width, bits, uniform=True, words=True)
         if width in PRODUCT_DEFINES:
@@ -113,7 +117,7 @@ def all_variants() -> Iterator[AnyVariant]:
         yield Variant("rewrite", width, 3, grouped, True, byte_field=True)
         yield Variant("pack", width, 3, grouped, True, byte_field=True)
         widest = widest_vector(width, True)
-        for file in ("decode", "gather", "typed_gemm"):
+        for file in ("decode", "gather", "join", "typed_gemm"):
             yield Variant(file, width, 3, grouped, True, widest, True)
         yield Variant("decode", width, 3, grouped, True, widest, True, counted=True)
         yield Variant("typed_gemm", width, 3, grouped, True, widest, True, overlapped=True)
