@@ -76,7 +76,7 @@ def test_tokens_and_bits_equal_the_plain_run(name: str, mode: str, offload: bool
 def test_when_packed_sizes_come_to_be_known_changes_no_token(
     mode: str, offload: bool, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """K's and V's, and of whichever layer, at any step: the host is ahead of a GPU as it happens."""
+    """K's and V's, of whichever layer, at any step: a host may be far ahead of its GPU."""
     known, random = InFlightBlocks.known, Random(seed)
     monkeypatch.setattr(
         InFlightBlocks,
