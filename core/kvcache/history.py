@@ -367,8 +367,8 @@ class PackedHistory:
         """
         if not checked:
             self.check(tokens)
-        if memory is not None:
-            self._tail.take(memory, tokens.shape[2])
+        if memory is not None and not self._tail.take(memory, tokens.shape[2]):
+            memory = None  # another history of the link has gone on with this one's packing since
         link = self.packed.words.link
         if memory is None:
             stream = link.take_turn()

@@ -30,13 +30,14 @@ class Tail:
         for memory that is new.
     """
 
-    __slots__ = ("_room_end", "_tokens", "length", "memory", "stream")
+    __slots__ = ("_offered", "_room_end", "_tokens", "length", "memory", "stream")
 
     def __init__(self, tokens: torch.Tensor) -> None:
         self.memory = tokens
         self.length: int = tokens.shape[2]
         self._room_end = 0  # the tokens that the memory has room for, where it may be written to
         self._tokens: torch.Tensor | None = tokens
+        self._offered: tuple[torch.Tensor, int] | None = None  # by `memory_for`, at which length
         self.stream = NO_STREAM
 
     @property
@@ -77,14 +78,24 @@ class Tail:
         it is taken for up to `most_room` tokens ahead.
         """
         end = self.length + n
-        return self.memory if end <= self._room_end else self._larger(end, most_room)
+        memory = self.memory if end <= self._room_end else self._larger(end, most_room)
+        self._offered = memory, self.length
+        return memory
 
-    def take(self, memory: torch.Tensor, n: int) -> None:
-        """Take memory of `memory_for`, to which the tokens and `n` behind them were written."""
+    def take(self, memory: torch.Tensor, n: int) -> bool:
+        """Take memory of `memory_for`, to which the tokens and `n` behind them were written.
+
+        Return False, and change nothing, where it was made for other tokens than these: some may
+        have been packed since.
+        """
+        offered, self._offered = self._offered, None
+        if offered is None or offered[0] is not memory or offered[1] != self.length:
+            return False
         if memory is not self.memory:
             self.memory, self._room_end, self.stream = memory, memory.shape[2], NO_STREAM
         self.length += n
         self._tokens = None
+        return True
 
     def _larger(self, end: int, most_room: int) -> torch.Tensor:
         """Return a tensor for so many tokens, with room ahead."""

@@ -121,6 +121,37 @@ CHANGES: dict[str, Callable[[Layer], None]] = {
 
 
 @PLACES
+@pytest.mark.parametrize("change", ["packed", "cropped", "reordered"])
+def test_tokens_are_appended_to_a_tail_that_changed_behind_the_join(
+    change: str, offload: bool, gpu: Any
+) -> None:
+    """As where K's append goes on with the packing of V's tokens."""
+    layer = grown(offload)
+    more = [normal(BATCH, HEADS, WINDOW + BLOCK, DIM, seed=7 + i) for i in range(2)]
+    for each, x in zip(layer.histories, more, strict=True):
+        each.append(x, pack=False)
+    layer.tokens = [torch.cat([t, x], dim=2) for t, x in zip(layer.tokens, more, strict=True)]
+    new = [normal(BATCH, HEADS, 3, DIM, seed=17 + i) for i in range(2)]
+    joined = layer.join.join(*new)
+    assert joined is not None
+    if change == "packed":
+        packed = layer.histories[1].packed_tokens
+        layer.change(PackedHistory.pack, lambda t: t)
+        assert layer.histories[1].packed_tokens > packed
+    elif change == "cropped":
+        kept = layer.histories[0].length - 5
+        layer.change(lambda each: each.crop(kept), lambda t: t[:, :, :kept])
+    else:
+        index = torch.tensor([1, 0])
+        layer.change(lambda each: each.reorder(index), lambda t: t[index])
+    for each, x, there in zip(layer.histories, new, joined[1], strict=True):
+        each.append(x, memory=there)
+    expected = [torch.cat([t, x], dim=2) for t, x in zip(layer.tokens, new, strict=True)]
+    for each, tokens in zip(layer.histories, expected, strict=True):
+        assert torch.equal(each.decode(), tokens)
+
+
+@PLACES
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_was_planned_is_dropped_with_the_tokens_it_was_of(
     change: str, offload: bool, gpu: Any

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from random import Random
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import transformers
 import bitslab
 from bitslab.integrations.accelerate import offload_compressed
 from bitslab.integrations.transformers import KVCompCache
+from bitslab.kvcache.in_flight import InFlightBlocks
 from tests.integrations.transformers.models import (
     CONFIGS,
     SMALL,
@@ -65,6 +67,30 @@ def test_tokens_and_bits_equal_the_plain_run(name: str, mode: str, offload: bool
     for ours, theirs in zip(cache.layers, plain.layers, strict=True):
         assert torch.equal(ours.keys, theirs.keys)
         assert torch.equal(ours.values, theirs.values)
+    assert cache.stats()["packed_tokens"] > 50
+
+
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("mode", ["greedy", "beam", "assisted", "chunked-prefill"])
+@pytest.mark.parametrize("seed", [1, 2])
+def test_when_packed_sizes_come_to_be_known_changes_no_token(
+    mode: str, offload: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """K's and V's, of whichever layer, at any step: a host may be far ahead of its GPU."""
+    known, random = InFlightBlocks.known, Random(seed)
+    monkeypatch.setattr(
+        InFlightBlocks,
+        "known",
+        lambda blocks, wait: (wait or random.random() < 0.4) and known(blocks, wait),
+    )
+    model = on_gpu("llama")
+    options = {**MODES[mode], "max_new_tokens": 40}
+    if mode == "assisted":
+        options["assistant_model"] = on_gpu("llama", seed=1)
+    cache = compressed(model.config, offload=offload, **SMALL)
+    prompt = prompt_of().cuda()
+    expected = generated(model, prompt, dynamic(model.config), options)
+    assert torch.equal(generated(model, prompt, cache, options), expected)
     assert cache.stats()["packed_tokens"] > 50
 
 
