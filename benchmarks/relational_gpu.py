@@ -381,10 +381,7 @@ def pass_row(graph: Drawn, program: CompiledProgram, dim: int) -> dict[str, Any]
 
 
 def decode(arguments: Any, clock: Clock) -> Table:
-    """Measure products over packed rows beside those over raw rows, and beside decoding alone.
-
-    "overlapped" is the variant that rebuilds the next tile while it multiplies one.
-    """
+    """Measure products over packed rows beside those over raw rows, and beside decoding alone."""
     table = Printer("Typed products of packed rows, 64 columns, 8 relations: ms", arguments.json)
     sizes = (1024, 2048, 256, 512)
     for dtype, row_bytes in itertools.product((torch.float32, torch.bfloat16), sizes):
@@ -412,11 +409,11 @@ def decode_row(dtype: torch.dtype, row_bytes: int, n: int) -> dict[str, Any]:
     out = torch.empty(n, 64, dtype=dtype, device=device)
     rows = torch.empty_like(raw)
 
-    def by_table(source: CompressedTable | SlabCache, overlapped: bool = False) -> None:
+    def by_table(source: CompressedTable | SlabCache) -> None:
         with source.read_by_products(device) as packed:
             if packed is None or not kernels.takes(packed, depth):
                 raise SystemExit(f"{host!r} is not taken by typed products")
-            kernels.product(packed, weight, tiles, out, index=index, overlapped=overlapped)
+            kernels.product(packed, weight, tiles, out, index=index)
 
     def in_two_steps(_: int) -> None:
         cache.gather(index, out=rows)
@@ -435,8 +432,6 @@ def decode_row(dtype: torch.dtype, row_bytes: int, n: int) -> dict[str, Any]:
     expected = out.clone()
     packed_ms = ms(lambda _: by_table(cache))
     same = torch.equal(out, expected)
-    overlapped_ms = ms(lambda _: by_table(cache, overlapped=True))
-    same = same and torch.equal(out, expected)
     decode_ms = ms(lambda _: cache.gather(index, out=rows))
     two_ms = ms(in_two_steps)
     host_ms = ms(lambda _: by_table(host))
@@ -452,8 +447,6 @@ def decode_row(dtype: torch.dtype, row_bytes: int, n: int) -> dict[str, Any]:
         "decode alone": f"{decode_ms:.3f}",
         "packed": f"{packed_ms:.3f}",
         "packed/limit (<= 1.15)": f"{packed_ms / limit:.2f}",
-        "overlapped": f"{overlapped_ms:.3f}",
-        "packed/overlapped": f"{packed_ms / overlapped_ms:.2f}",
         "two steps": f"{two_ms:.3f}",
         "two steps/packed (>= 1.3)": f"{two_ms / packed_ms:.2f}",
         "host gather": f"{gather_ms:.3f}",

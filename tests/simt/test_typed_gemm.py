@@ -203,16 +203,13 @@ def test_products_of_packed_rows_are_those_of_raw_rows_bit_for_bit(
         kernels.product(source, weight, tiles, out, index=index)
         outs.append((out, kernels.gradient(source, g, tiles, depth, index=index)))
     counted = counters.clone()
-    # The same while the block multiplies.
     runner.multiprocessors = 1  # a block takes several tiles
-    overlapped = torch.zeros(n, width, dtype=dtype)
-    kernels.product(packed, weight, tiles, overlapped, index=index, overlapped=True)
+    by_few = torch.zeros(n, width, dtype=dtype)
+    kernels.product(packed, weight, tiles, by_few, index=index)
     assert runner.mailbox[0] == NO_ERROR
-    fits = row_bytes < 1024  # two tiles in the shared memory of this runner
-    assert runner.launched[-1] == (replace(variant, overlapped=fits), "multiply_rows")
     assert torch.equal((counters - counted).view(2, -1).sum(1)[:1], torch.tensor([n]))
     counters = counted
-    assert torch.equal(overlapped.view(torch.uint8), outs[1][0].view(torch.uint8))
+    assert torch.equal(by_few.view(torch.uint8), outs[1][0].view(torch.uint8))
     for found, expected in zip(outs[1], outs[0], strict=True):
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
     close(outs[0][0], reference(raw, weight, BOUNDS, n, index=index), dtype)

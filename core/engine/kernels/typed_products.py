@@ -34,7 +34,6 @@ def product_settings(value_bytes: int) -> dict[str, int]:
     return {
         "CHUNK_BYTES": value_bytes,
         "PACKED": 0,
-        "OVERLAP": 0,
         "GRADIENT_BLOCKS": 2,
     } | PRODUCT_DEFINES[value_bytes]
 

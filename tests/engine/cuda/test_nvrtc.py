@@ -218,8 +218,6 @@ def test_variants_compile(variant):
         limit = 0 if fastest(variant) else 256 if variant.file == "gather" else 128
         if variant.file == "attend":
             limit = 512  # what a tile needs once; twice the warps at once are worth it
-        elif isinstance(variant, Variant) and variant.overlapped:
-            limit = 512  # it holds two tiles, of which positional masks take most; it is off
         assert max(spilled_bytes) <= limit, log
 
 

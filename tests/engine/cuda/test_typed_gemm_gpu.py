@@ -74,8 +74,7 @@ def test_packed_rows_give_the_bits_of_raw_rows(variant, host):
         ):
             assert kernels.takes(source, raw.shape[1])
             out = torch.zeros(BOUNDS[-1], 72, dtype=dtype, device=CUDA)
-            overlapped = variant.overlapped
-            kernels.product(source, weight, tiles, out, index=index, overlapped=overlapped)
+            kernels.product(source, weight, tiles, out, index=index)
             gradient = kernels.gradient(source, g, tiles, raw.shape[1], index=index)
             found.append((out.view(torch.uint8), gradient.view(torch.uint8)))
         for out, gradient in found[1:]:

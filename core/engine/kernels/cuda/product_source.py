@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -21,10 +21,6 @@ from .tiles import (
     decode_variant,
     lines,
 )
-
-#: Rows that are staged at once where a block rebuilds some while it multiplies others: two for each
-#: warp, so that words arrive in the time of two steps of the product.
-OVERLAPPED_ROWS = 16
 
 
 @dataclass(init=False)
@@ -52,7 +48,6 @@ class SourceParameters(ChosenRows):
     index: Address
     tiles: Address
     row_stride: Int32
-    tile_buffers: Int32
     rows_at: Int32
     slices_at: Int32
     depth: Int32
@@ -60,8 +55,8 @@ class SourceParameters(ChosenRows):
     bfloat: Int32
 
 
-def staged(x: PackedRows, most_rows: int = TILE_ROWS) -> TileShape | None:
-    """Return how many rows of a tile are staged at once: 32, 16 or 8, and not more than asked for.
+def staged(x: PackedRows) -> TileShape | None:
+    """Return how many rows of a tile are staged at once: 32, 16 or 8.
 
     None for rows that no typed product rebuilds: with clusters, with chunks that are not one
     element, several in a packed row, or too long for eight of them to be staged.
@@ -71,37 +66,29 @@ def staged(x: PackedRows, most_rows: int = TILE_ROWS) -> TileShape | None:
     if chunk_bytes != x.dtype.itemsize or narrow or x.table.items_per_row > 1:
         return None
     stride_words = lines(x.max_words + 36)  # see run_shape
-    rows = most_rows
+    rows = TILE_ROWS
     while rows * stride_words > STAGE_BYTES // 4:
         rows //= 2
     return TileShape(rows, stride_words, rows * stride_words) if rows >= WARPS else None
 
 
 class SharedMemory:
-    """How a block's shared memory is divided: packed words, tiles of rows, slices of the weight."""
+    """How a block's shared memory is divided: packed words, rows of a tile, slices of a weight."""
 
-    def __init__(self, depth: int, size: int, stage_words: int, tile_buffers: int = 1) -> None:
-        self.tile_buffers = tile_buffers
+    def __init__(self, depth: int, size: int, stage_words: int) -> None:
         self.row_stride = shared_row_bytes(depth, size)
         self.rows_at = 4 * lines(2 * stage_words + PAD_WORDS) if stage_words else 0
-        self.slices_at = 4 * lines((self.rows_at + tile_buffers * TILE_ROWS * self.row_stride) // 4)
+        self.slices_at = 4 * lines((self.rows_at + TILE_ROWS * self.row_stride) // 4)
         self.shared_bytes = self.slices_at + slice_bytes(size)
 
 
 class RowSource:
-    """The rows of a product: a compilation, shared memory, and the kernel's parameters.
-
-    Packed ones are rebuilt while a block multiplies if `overlapped`, with OVERLAPPED_ROWS staged.
-    """
+    """The rows of a product: a compilation, shared memory, and the kernel's parameters."""
 
     variant: AnyVariant
 
     def __init__(
-        self,
-        x: torch.Tensor | PackedRows,
-        depth: int,
-        index: torch.Tensor | None,
-        overlapped: bool = False,
+        self, x: torch.Tensor | PackedRows, depth: int, index: torch.Tensor | None
     ) -> None:
         size = x.dtype.itemsize
         self.values: dict[str, Value] = dict.fromkeys(kinds_of(SourceParameters), 0)
@@ -111,18 +98,15 @@ class RowSource:
             self.values |= {"words": x, "stride_bytes": x.stride(0) * size}
             self.values["row_bytes"] = depth * size
         else:
-            shape = staged(x, OVERLAPPED_ROWS if overlapped else TILE_ROWS)
+            shape = staged(x)
             assert shape is not None
             stage_words = shape.stage_words
-            variant = decode_variant("typed_gemm", x.layout, 0)
-            self.variant = replace(variant, overlapped=overlapped)
+            self.variant = decode_variant("typed_gemm", x.layout, 0)
             self.values |= _table_values(x, shape)
-        packed = isinstance(x, PackedRows)
-        self.memory = SharedMemory(depth, size, stage_words, 2 if overlapped and packed else 1)
+        self.memory = SharedMemory(depth, size, stage_words)
         self.values |= {
             "index": index,
             "row_stride": self.memory.row_stride,
-            "tile_buffers": self.memory.tile_buffers,
             "rows_at": self.memory.rows_at,
             "slices_at": self.memory.slices_at,
             "depth": depth,

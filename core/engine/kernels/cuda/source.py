@@ -245,8 +245,6 @@ class Variant:
         Whether a decoder reads on the device how many rows there are.
     words : bool
         Whether the mask is applied to whole words of chunks (`tiles.word_field`).
-    overlapped : bool
-        Whether typed products rebuild the rows of the next tile while they multiply one.
     """
 
     file: str
@@ -257,7 +255,6 @@ class Variant:
     vector: int = 1
     byte_field: bool = False
     counted: bool = False
-    overlapped: bool = False
     words: bool = False
 
     def defines(self) -> dict[str, str | int]:
@@ -291,7 +288,6 @@ class Variant:
             defines |= CACHE_DEFINES
         elif self.file == "typed_gemm":
             defines |= CACHE_DEFINES | PRODUCT_DEFINES[self.chunk_bytes] | {"PACKED": 1}
-            defines["OVERLAP"] = int(self.overlapped)
             defines["GRADIENT_BLOCKS"] = 2 if self.byte_field else 1
         else:
             defines |= {"COUNTED": int(self.counted), "MAX_TILE_ROWS": MAX_TILE_ROWS}
@@ -321,7 +317,7 @@ class Variant:
         words += ["grouped"] if self.grouped else []
         words += [f"v{self.vector}"] if self.file in ("decode", "gather", "join") else []
         words += ["bytes"] if self.byte_field else []
-        words += [word for word in ("words", "counted", "overlapped") if getattr(self, word)]
+        words += [word for word in ("words", "counted") if getattr(self, word)]
         return "-".join(words)
 
 

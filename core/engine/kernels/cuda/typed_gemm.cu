@@ -2,9 +2,6 @@
 // read by index; a block takes tiles of up to TILE_ROWS rows of one type. With PACKED the rows of a table
 // are rebuilt in shared memory (decode.cuh) where the others are copied to it: from there on both forms
 // are one text, so that their results are the same bits. No raw row is written to device memory.
-// With OVERLAP a block has two tiles of rows: between two barriers of the product over one tile, half of
-// its warps rebuild rows of the next tile before they multiply, the others after.
-//
 // float32 is multiplied on the ordinary units, never as TF32; 16-bit values by tensor cores, summed in
 // float32.
 #include "async_copy.cuh"
@@ -101,63 +98,6 @@ __device__ __forceinline__ void load_rows(Source& s, const Walk& walk, const Til
   __syncthreads();
 }
 
-#if OVERLAP
-// The rows of a block's next tile, rebuilt while it multiplies the present one. `Source::a.out` is where they go.
-struct Rebuilding {
-  Source& s;
-  const Walk& walk;
-  const i64 tile;  // the next one
-  const Tile t;
-  const int parts;
-  int part, row;  // what comes next, and the row of that part from which on
-
-  __device__ __forceinline__ Rebuilding(Source& source, const Walk& w)
-      : s(source), walk(w), tile(w.tile + w.step), t(tile < w.end ? tile_at(w.tiles, tile) : Tile{0, 0, 0}),
-        parts((t.n + s.a.tile_rows - 1) / s.a.tile_rows), part(0), row(0) {}
-  __device__ __forceinline__ bool left() const { return part < parts; }
-  // Before a barrier: the words of a part are there behind it.
-  __device__ __forceinline__ void wait() const {
-    if (left() && row == 0) copy_async_wait<0>();
-  }
-  // Behind it no warp looks at the words before them any more: in their place those of what comes next arrive.
-  __device__ __forceinline__ void fetch() {
-    if (!left() || row) return;
-    if (part + 1 < parts) fetch_part(s, t, part + 1, s.half ^ 1);
-    else if (tile + walk.step < walk.end) fetch_part(s, tile_at(walk.tiles, tile + walk.step), 0, s.half ^ 1);
-    copy_async_commit();
-  }
-  // Rebuild a row a warp, of a mask by position two.
-  __device__ __forceinline__ void rebuild_rows() const {
-    Args a = s.a;
-    a.tile_rows = min(row + ROWS * WARPS, s.a.tile_rows);
-    Kept kept = s.kept;
-    kept.first_row += row;
-    decode_tile<true, 32>(a, kept, 0, s.fetched[s.half], s.stage + s.half * s.a.stage_words, s.part_bits);
-  }
-  // Half of the warps take their turn before a piece of the product, the others behind it.
-  __device__ __forceinline__ void run(int turn) const {
-    if (left() && (int)(threadIdx.x >> 5 & 1) == turn) rebuild_rows();
-  }
-  __device__ __forceinline__ void advance() {
-    if (!left()) return;
-    row += ROWS * WARPS;
-    if (row < s.a.tile_rows) return;
-    row = 0;
-    ++part;
-    s.half ^= 1;
-  }
-  // What is left when the product is done.
-  __device__ __forceinline__ void finish() {
-    for (; left(); advance()) {
-      wait();
-      __syncthreads();
-      fetch();
-      rebuild_rows();
-    }
-    __syncthreads();
-  }
-};
-#endif
 __device__ __forceinline__ void end_rows(Source& s) {
   const int lane = threadIdx.x & 31;
   if (s.counters != nullptr && lane <= HOST_SOURCE && s.counts.rows) {
@@ -192,16 +132,6 @@ __device__ __forceinline__ void load_rows(Source& s, const Walk& walk, const Til
   copy_async_wait<0>();
   __syncthreads();
 }
-#endif
-
-#if !OVERLAP
-struct Rebuilding {  // nothing is done between the barriers of a product
-  __device__ __forceinline__ Rebuilding(Source& s, const Walk& walk) {}
-  __device__ __forceinline__ void wait() const {}
-  __device__ __forceinline__ void fetch() {}
-  __device__ __forceinline__ void run(int turn) const {}
-  __device__ __forceinline__ void advance() {}
-};
 #endif
 
 // Zeros behind each row, up to which products of whole steps go.
@@ -285,8 +215,7 @@ __device__ __forceinline__ void store_slice(value_t* slice, const Pieces& p) {
 
 // The rows of a tile, in shared memory, times TILE_COLUMNS columns of the weight of their type.
 __device__ __forceinline__ void multiply_tile(const u8* rows, int row_stride, value_t* slices, const value_t* weight,
-                                              int depth, int column, const Tile& t, const Target& to,
-                                              Rebuilding& meanwhile) {
+                                              int depth, int column, const Tile& t, const Target& to) {
   const int warp = threadIdx.x >> 5;
   const int steps = (depth + SLICE_DEPTH - 1) / SLICE_DEPTH;
 #if VALUE_BYTES == 4
@@ -302,12 +231,9 @@ __device__ __forceinline__ void multiply_tile(const u8* rows, int row_stride, va
   for (int step = 0; step < steps; ++step) {
     value_t* slice = slices + (step & 1) * SLICE_DEPTH * SLICE_STRIDE;
     store_slice(slice, next);
-    meanwhile.wait();
     __syncthreads();
-    meanwhile.fetch();
     const int begin = step * SLICE_DEPTH;
     if (step + 1 < steps) next = load_slice(weight, begin + SLICE_DEPTH, depth, column, to.width);
-    meanwhile.run(0);
 #if VALUE_BYTES == 4
 #pragma unroll
     for (int k = part * SLICE_DEPTH / 2; k < (part + 1) * SLICE_DEPTH / 2; k += 4) {
@@ -347,8 +273,6 @@ __device__ __forceinline__ void multiply_tile(const u8* rows, int row_stride, va
       }
     }
 #endif
-    meanwhile.run(1);
-    meanwhile.advance();
   }
 #if VALUE_BYTES == 4
   // The second half of the block's sums are added to those of the first.
@@ -443,7 +367,7 @@ __device__ __forceinline__ void add_tile(const u8* rows, int row_stride, const v
       const i64 *__restrict__ slabs, const chunk_t *__restrict__ tables, const int *__restrict__ starts,          \
       i64 n_rows, int chunks, int row_words, int row_bytes, int part_rows, int stride_words, int stage_words,     \
       int longest_words, i64 *counters, i64 *mailbox, i64 stride_bytes, const i64 *__restrict__ index,            \
-      const i64 *__restrict__ tiles, int row_stride, int tile_buffers, int rows_at, int slices_at, int depth,         \
+      const i64 *__restrict__ tiles, int row_stride, int rows_at, int slices_at, int depth,         \
       int width, int bfloat
 #if PACKED
 #define SOURCE_BODY                                                                                               \
@@ -464,14 +388,14 @@ __device__ __forceinline__ void add_tile(const u8* rows, int row_stride, const v
   s.counters = counters;                                                                                          \
   s.kept = prepare<32>(s.a);                                                                                      \
   s.counts = Counts{0, 0};                                                                                        \
-  clear_ends(rows, row_bytes, row_stride, tile_buffers * TILE_ROWS);
+  clear_ends(rows, row_bytes, row_stride, TILE_ROWS);
 #else
 #define SOURCE_BODY                                                                                               \
   extern __shared__ __align__(128) u32 shared[];                                                                  \
   u8* rows = (u8*)shared + rows_at;                                                                               \
   value_t* slices = (value_t*)((u8*)shared + slices_at);                                                          \
   Source s = {(const u8*)words, stride_bytes, row_bytes, row_stride, rows, index};                                \
-  clear_ends(rows, row_bytes, row_stride, tile_buffers * TILE_ROWS);
+  clear_ends(rows, row_bytes, row_stride, TILE_ROWS);
 #endif
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
@@ -482,25 +406,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
   const Target to = {out, out_stride, scatter, scale, width, bfloat != 0};
   Walk walk = {tiles, blockIdx.x, n_tiles, gridDim.x};
   begin_rows(s, walk);
-#if OVERLAP
-  u8* next_rows = rows + TILE_ROWS * row_stride;
-  if (walk.tile < walk.end) load_rows(s, walk, tile_at(tiles, walk.tile));
-#endif
   for (; walk.tile < walk.end; walk.tile += walk.step) {
     const Tile t = tile_at(tiles, walk.tile);
-#if OVERLAP
-    s.a.out = next_rows;
-#else
     load_rows(s, walk, t);
-#endif
-    Rebuilding meanwhile(s, walk);
     for (int column = 0; column < width; column += TILE_COLUMNS)
-      multiply_tile(rows, row_stride, slices, weight + t.type * weight_stride, depth, column, t, to, meanwhile);
-#if OVERLAP
-    meanwhile.finish();
-    next_rows = rows;
-    rows = s.a.out;
-#endif
+      multiply_tile(rows, row_stride, slices, weight + t.type * weight_stride, depth, column, t, to);
   }
   end_rows(s);
 }

@@ -19,7 +19,7 @@ from ..typed_products import (
     PackedRows,
 )
 from .parameters import Address, Int64, Parameters, Value, in_order
-from .product_source import OVERLAPPED_ROWS, RowSource, SharedMemory, SourceParameters, staged
+from .product_source import RowSource, SharedMemory, SourceParameters, staged
 from .runner import Launch, Runner
 from .source import AnyVariant
 from .tiles import THREADS
@@ -143,14 +143,6 @@ class TypedGemmKernels:
         most = self._runner.shared_bytes_per_multiprocessor - RESERVED_BYTES
         return memory.shared_bytes <= most
 
-    def _takes_two(self, x: torch.Tensor | PackedRows, depth: int) -> bool:
-        """Return whether a block has room for two tiles of packed rows."""
-        if isinstance(x, torch.Tensor):
-            return False
-        shape = staged(x, OVERLAPPED_ROWS)
-        assert shape is not None
-        return self._fits(SharedMemory(depth, x.dtype.itemsize, shape.stage_words, 2))
-
     def product(
         self,
         x: torch.Tensor | PackedRows,
@@ -161,7 +153,6 @@ class TypedGemmKernels:
         index: torch.Tensor | None = None,
         scatter: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
-        overlapped: bool = False,
     ) -> None:
         """Multiply rows by the weight of their type; see `cpu.typed_products.multiply_rows`.
 
@@ -181,16 +172,11 @@ class TypedGemmKernels:
             int64 ``[rows]``, contiguous and in range: the row of x, and of `out`, of each row.
         scale : torch.Tensor, optional
             ``[rows]`` of x's dtype, contiguous: what each row of the product is multiplied by.
-        overlapped : bool
-            Whether a block rebuilds packed rows of the next tile while it multiplies one, which
-            takes shared memory for two tiles; the result is the same. Without room for these, and
-            of plain rows, it does not.
         """
         n_tiles, depth = tiles.tiles.shape[0], weight.shape[1]
         if not n_tiles or not out.numel():
             return
-        overlapped = overlapped and self._takes_two(x, depth)
-        source = RowSource(x, depth, index, overlapped)
+        source = RowSource(x, depth, index)
         at_once = self._runner.multiprocessors * BLOCKS
         values: dict[str, Value] = {
             "n_tiles": n_tiles,

@@ -108,10 +108,8 @@ def all_variants() -> Iterator[AnyVariant]:
             if not grouped:
                 yield Variant("encode", width, bits, uniform=True, words=True)
         if width in PRODUCT_DEFINES:
-            typed = Variant(
-                "typed_gemm", width, bits, grouped, uniform, widest_vector(width, uniform)
-            )
-            yield from (typed, replace(typed, overlapped=True))
+            widest = widest_vector(width, uniform)
+            yield Variant("typed_gemm", width, bits, grouped, uniform, widest)
     for width, grouped in product(BYTE_FIELDS, (False, True)):
         yield Variant("encode", width, 3, grouped, True, byte_field=True)
         yield Variant("rewrite", width, 3, grouped, True, byte_field=True)
@@ -120,4 +118,3 @@ def all_variants() -> Iterator[AnyVariant]:
         for file in ("decode", "gather", "join", "typed_gemm"):
             yield Variant(file, width, 3, grouped, True, widest, True)
         yield Variant("decode", width, 3, grouped, True, widest, True, counted=True)
-        yield Variant("typed_gemm", width, 3, grouped, True, widest, True, overlapped=True)
