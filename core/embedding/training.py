@@ -399,14 +399,9 @@ class Training:
     def _add_sparse(self, grad: torch.Tensor) -> None:
         """Add a sparse gradient by ids to that of the parameter."""
         rows = self._rows
-        old = rows.parameter.grad
-        if old is not None:
-            grad = self._by_id(old) + grad
+        if (old := rows.parameter.grad) is not None:
+            grad = renumbered(old, rows.slot_table.id_of, rows.shape) + grad
         rows.parameter.grad = renumbered(grad, rows.slot_table.slot_of, rows.parameter.shape)
-
-    def _by_id(self, grad: torch.Tensor) -> torch.Tensor:
-        """Return a sparse gradient of the parameter with the ids as indices."""
-        return renumbered(grad, self._rows.slot_table.id_of, self._rows.shape)
 
     # Between steps
 
@@ -449,8 +444,7 @@ class Training:
         device_slots = self._rows.device_slots
         first = None if device_slots is None else device_slots.held_from
         for ref in self._live:
-            lookup = ref()
-            if lookup is not None and lookup.on_device is not None and not lookup.used:
+            if (lookup := ref()) is not None and lookup.on_device is not None and not lookup.used:
                 first = lookup.number if first is None else min(first, lookup.number)
         return first
 
@@ -501,8 +495,7 @@ class Training:
             return
         self.release_applied()
         if self._rows.owned_by_device:
-            take_back(self._rows)
-            self._grown = self._rows.slot_table.extra_rows > 0
+            take_back(self._rows)  # which calls `has_grown`
         if self.in_pass:
             return
         if len(self._pending) >= MANY_LOOKUPS:
@@ -583,7 +576,7 @@ class Training:
         grad = rows.parameter.grad
         if grad is None or not grad.is_sparse or not self._on_host:
             return
-        given, rows.parameter.grad = self._by_id(grad), None
+        given, rows.parameter.grad = renumbered(grad, rows.slot_table.id_of, rows.shape), None
         self._add_sparse(-(-given).coalesce() if negated else given.coalesce())
         self._summed = (rows.parameter.grad, grad)
 
