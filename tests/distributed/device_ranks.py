@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -28,6 +27,7 @@ from bitslab.engine.kernels.vector_chunks import VectorOptions
 from bitslab.engine.kernels.vector_format import raw_body_bytes
 from tests.distributed import ranks as of_hosts
 from tests.distributed import table_ranks
+from tests.distributed.clock import Clock
 from tests.distributed.ranks import error_of, splits, world
 from tests.distributed.table_ranks import TABLES, by_torch, rows_of
 from tests.helpers import same_bits
@@ -151,19 +151,12 @@ def decisions_there(rank: int, ranks: int) -> dict[str, Any]:
 
     First coding is slow, then the link.
     """
-    of_torch, of_coder = dist.all_to_all_single, CpuCoder.encode_vectors
-
-    def slow_coder(self: CpuCoder, *args: Any) -> Any:
-        time.sleep(0.04)
-        return of_coder(self, *args)
-
-    def slow_link(output: torch.Tensor, given: torch.Tensor, *args: Any, **options: Any) -> Any:
-        time.sleep(0.002 + given.nbytes / 1e6)
-        return of_torch(output, given, *args, **options)
-
+    clock = Clock()
+    coder = clock.slowed(CpuCoder.encode_vectors, lambda *_: 0.04)
+    link = clock.slowed(dist.all_to_all_single, lambda _, given, *__: 0.002 + given.nbytes / 1e6)
     slow: dict[str, Any] = {
-        "coding": mock.patch.object(CpuCoder, "encode_vectors", slow_coder),
-        "link": mock.patch.object(dist, "all_to_all_single", slow_link),
+        "coding": mock.patch.object(CpuCoder, "encode_vectors", coder),
+        "link": mock.patch.object(dist, "all_to_all_single", link),
     }
     planned = [Table("a", 8), Table("b", 8)]
     exchange = CompressedAllToAll(tables=planned, decide_every=3)
@@ -173,7 +166,7 @@ def decisions_there(rank: int, ranks: int) -> dict[str, Any]:
     back = (torch.arange(400 * ranks) % 7 + 1.0)[:, None].expand(-1, 8).contiguous()
     seen: dict[str, Any] = {}
     done = 0
-    with coded_where_rows_are():
+    with coded_where_rows_are(), clock.running():
         for name, calls in (("coding", 4), ("link", 4)):
             equal = []
             with slow[name]:

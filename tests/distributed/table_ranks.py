@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -24,6 +23,7 @@ from bitslab.distributed import (
 from bitslab.distributed import exchange as stages
 from bitslab.distributed.helpers import helper_of, timeout_of
 from bitslab.engine.advisor import network_model
+from tests.distributed.clock import Clock
 from tests.distributed.ranks import error_of, splits, world
 
 #: Backward passes whose gradients are rounded.
@@ -231,13 +231,8 @@ def function_by_ids(rank: int, ranks: int) -> dict[str, Any]:
 
 def decisions(rank: int, ranks: int) -> dict[str, Any]:
     """What shrinks goes compressed over a slow link, what does not plain; all ranks agree."""
-    of_torch = dist.all_to_all_single
-
-    def slowed(output: Any, given: Any, *args: Any, **options: Any) -> Any:
-        done = of_torch(output, given, *args, **options)
-        time.sleep(0.01 + given.nbytes / 40e6)
-        return done
-
+    clock, of_torch = Clock(), dist.all_to_all_single
+    slowed = clock.slowed(of_torch, lambda _, given, *__: 0.01 + given.nbytes / 40e6)
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(20, 64, generator=generator)[torch.arange(1000 * ranks) % 20]
     # Too long to follow descriptors at once: compressed, these take a second round.
@@ -247,8 +242,7 @@ def decisions(rank: int, ranks: int) -> dict[str, Any]:
     # Figures of this link are kept where no other test finds them.
     with tempfile.TemporaryDirectory() as folder:
         os.environ["BITSLAB_CACHE"] = folder
-        setattr(dist, "all_to_all_single", slowed)  # noqa: B010 - mypy
-        try:
+        with clock.running(), mock.patch.object(dist, "all_to_all_single", slowed):
             for name, t in (("rows", rows), ("noise", noise), ("again", rows)):
                 for _ in range(5):
                     found = exchange(t)
@@ -261,8 +255,6 @@ def decisions(rank: int, ranks: int) -> dict[str, Any]:
                 dist.all_gather_object(modes, stats["modes"])
                 seen[f"{name} agreed"] = all(mode == modes[0] for mode in modes)
             seen["plain calls"] = exchange.stats()["forward"]["plain_calls"]
-        finally:
-            setattr(dist, "all_to_all_single", of_torch)  # noqa: B010 - mypy
     return seen
 
 

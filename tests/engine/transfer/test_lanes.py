@@ -93,7 +93,7 @@ def test_close_waits_for_what_is_under_way_and_cancels_the_rest():
 
     def slow():
         entered.set()
-        time.sleep(0.1)
+        time.sleep(0.5)
         done.append(1)
 
     first, second = lane.submit(slow), lane.submit(slow)
