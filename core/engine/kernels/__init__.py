@@ -17,14 +17,14 @@ before a gather, is reached by `cuda.kernels_on`. A new kernel: docs/extending.m
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 import torch
 
 from ...errors import ArgumentTypeError
 from .blob_format import ALIGN_BYTES, ZvcLayout
-from .candidates import CandidateTable
+from .candidates import CandidateTables, PlanMemory
 from .format import RowLayout, RowStorage, shared_row_items
 
 __all__ = ["Kernels", "RowLayout", "RowStorage", "kernels_for", "shared_row_items"]
@@ -103,35 +103,30 @@ class Kernels(Protocol):
         """Read a tensor out of a stream of zfp's blocks; return whether it is sound."""
         ...
 
+    def plan_memory(self, rows: Sequence[torch.Tensor], candidates: CandidateTables) -> PlanMemory:
+        """Return memory for what is counted of candidates of a plan."""
+        ...
+
     def agreed_masks(
-        self,
-        counts: torch.Tensor,
-        n_rows: int,
-        candidates: CandidateTable,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the masks of candidates of a plan."""
+        self, counts: Sequence[torch.Tensor], candidates: CandidateTables, memory: PlanMemory
+    ) -> None:
+        """Write the masks of candidates."""
         ...
 
     def frequent_values(
-        self,
-        rows: torch.Tensor,
-        masks: torch.Tensor,
-        candidates: CandidateTable,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the most frequent masked chunks of each position."""
+        self, rows: Sequence[torch.Tensor], candidates: CandidateTables, memory: PlanMemory
+    ) -> None:
+        """Write the most frequent masked chunks of each position."""
         ...
 
     def sizes_by_option(
         self,
         rows: torch.Tensor,
-        masks: torch.Tensor,
-        values: torch.Tensor,
-        candidates: CandidateTable,
+        candidates: CandidateTables,
+        memory: PlanMemory,
         unit_bits: int = 32,
-    ) -> torch.Tensor:
-        """Return what rows take packed, under all options of each candidate."""
+    ) -> None:
+        """Add up what rows take packed, under all options of each candidate of the last table."""
         ...
 
     def packed_words(

@@ -13,7 +13,7 @@ import torch
 import bitslab
 from bitslab import InvariantCodec
 from bitslab.engine.codecs.invariant import Profile, planner
-from bitslab.engine.codecs.invariant.planner import SAMPLE_BYTES
+from bitslab.engine.codecs.invariant.sample import SAMPLE_BYTES, draw_sample
 from bitslab.engine.kernels.cuda.source import Variant
 from bitslab.engine.kernels.format import RowFormat
 from tests.engine.codecs import model
@@ -492,7 +492,7 @@ def test_positional_masks_have_exceptions_where_these_save_enough(n: int) -> Non
 
 
 def test_exceptions_of_uniform_masks_cost_their_bytes_alone(monkeypatch) -> None:
-    sample = planner.draw_sample(torch.randn(600, 64).view(torch.uint8), 0)
+    sample = draw_sample(torch.randn(600, 64).view(torch.uint8), 0)
     search = planner.Search(sample, planner.Options(), len(sample))
     rules = list(planner.candidates(sample.row_bytes, torch.float32, planner.Options()))
     costs = search.probe(rules).costs

@@ -11,7 +11,7 @@ import bitslab
 from bitslab import InvariantCodec
 from bitslab.engine.codecs import PlanCache
 from bitslab.engine.kernels import cpu, kernels_for
-from bitslab.engine.kernels.candidates import POSITIONAL_ROWS, CandidateTable
+from bitslab.engine.kernels.candidates import POSITIONAL_ROWS, CandidateTable, CandidateTables
 from tests.engine.kernels.plan_cases import KINDS, some_rows, some_rules
 from tests.gpu import set_sync_debug_mode
 from tests.helpers import DTYPES, dtype_id, packable, random_bits, same_bits
@@ -24,19 +24,30 @@ SHAPES = [(1, 8), (300, 64), (POSITIONAL_ROWS, 40), (64, 4096 + 4), (130, 18)]
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "row_bytes"), SHAPES, ids=str)
 def test_gpu_counts_like_the_cpu(kind, n, row_bytes):
-    rows, rules = some_rows(kind, n, row_bytes), some_rules(row_bytes)
-    table = CandidateTable.of(rules, row_bytes, n)
+    rows, other = some_rows(kind, n, row_bytes), some_rows(kind, n + 500, row_bytes, seed=1)
+    first = some_rows("few", 77, 40, seed=2)
+    table = CandidateTable.of(some_rules(row_bytes), row_bytes, n)
+    beside = CandidateTable.of(some_rules(40)[2:7], 40, 77)
     gpu = kernels_for(torch.device("cuda"))
-    counts = cpu.count_bits(rows, 1)
-    masks = gpu.agreed_masks(counts.cuda(), n, table)
-    assert torch.equal(masks.cpu(), cpu.agreed_masks(counts, n, table))
-    values = gpu.frequent_values(rows.cuda(), masks, table)
-    assert torch.equal(values.cpu(), cpu.frequent_values(rows, masks.cpu(), table))
-    other = some_rows(kind, n + 500, row_bytes, seed=1)
-    for unit_bits in (32, 1):
-        got = gpu.sizes_by_option(other.cuda(), masks, values, table, unit_bits)
-        expected = cpu.sizes_by_option(other, masks.cpu(), values.cpu(), table, unit_bits)
-        assert torch.equal(got.cpu(), expected)
+    for each, candidates in (
+        ([rows], CandidateTables.of(table)),
+        ([first, rows], CandidateTables.of(beside, table)),
+    ):
+        here, there = (
+            kernels.plan_memory([x.to(device) for x in each], candidates)
+            for kernels, device in ((cpu, "cpu"), (gpu, "cuda"))
+        )
+        counts = [cpu.count_bits(x, 1) for x in each]
+        cpu.agreed_masks(counts, candidates, here)
+        gpu.agreed_masks([x.cuda() for x in counts], candidates, there)
+        cpu.frequent_values(each, candidates, here)
+        gpu.frequent_values([x.cuda() for x in each], candidates, there)
+        for i in range(len(each)):
+            assert torch.equal(there.found(i).cpu(), here.found(i))
+        for unit_bits in (32, 1):
+            cpu.sizes_by_option(other, candidates, here, unit_bits)
+            gpu.sizes_by_option(other.cuda(), candidates, there, unit_bits)
+            assert torch.equal(there.totals.cpu(), here.totals)
 
 
 @pytest.mark.parametrize("make", [packable, random_bits], ids=["packable", "random"])

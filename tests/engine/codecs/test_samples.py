@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bitslab.engine.codecs.invariant import planner
-from bitslab.engine.codecs.invariant.planner import Sample
+from bitslab.engine.codecs.invariant import sample
+from bitslab.engine.codecs.invariant.sample import Sample
 from bitslab.engine.kernels import cpu
 
 
@@ -33,8 +33,8 @@ def test_halves_are_every_second_row(n, row_bytes):
 @pytest.mark.parametrize("row_bytes", [16, 24 << 8, (24 << 8) + 4], ids=str)
 @pytest.mark.parametrize("n", [3, 60, 401], ids=str)
 def test_parts_of_both_halves_are_those_of_each(n, row_bytes, monkeypatch):
-    monkeypatch.setattr(planner, "PROBE_BYTES", 3 << 10)
-    monkeypatch.setattr(planner, "PROBE_ROWS", 20)
+    monkeypatch.setattr(sample, "PROBE_BYTES", 3 << 10)
+    monkeypatch.setattr(sample, "PROBE_ROWS", 20)
     rows = rows_of(n, row_bytes)
     even, odd = Sample(rows).halves()
     blocks = even.blocks()
@@ -45,5 +45,5 @@ def test_parts_of_both_halves_are_those_of_each(n, row_bytes, monkeypatch):
         assert torch.equal(part.rows, alone.probe(blocks).rows)
         if blocks is not None:
             counts = cpu.count_bits(alone.rows, 1)
-            expected = [counts[256 * b : 256 * b + 256] for b in blocks]
+            expected = [counts[256 * b : 256 * b + 256] for b in blocks.array]
             assert torch.equal((even, odd)[first].block_counts(blocks), torch.cat(expected))

@@ -14,6 +14,7 @@ from bitslab.engine.kernels.candidates import (
     POSITIONAL_ROWS,
     VALUES,
     CandidateTable,
+    CandidateTables,
     MaskRule,
 )
 from bitslab.errors import ArgumentError
@@ -25,8 +26,17 @@ SHAPES = [(1, 8), (37, 24), (60, 18), (9, 40 * 8 + 8)]
 
 def learnt(rows: torch.Tensor, rules: list[MaskRule]):
     table = CandidateTable.of(rules, rows.shape[1], len(rows))
-    masks = cpu.agreed_masks(cpu.count_bits(rows, 1), len(rows), table)
-    return table, masks, cpu.frequent_values(rows, masks, table)
+    candidates = CandidateTables.of(table)
+    memory = cpu.plan_memory([rows], candidates)
+    cpu.agreed_masks([cpu.count_bits(rows, 1)], candidates, memory)
+    cpu.frequent_values([rows], candidates, memory)
+    return table, memory
+
+
+def sizes_of(rows: torch.Tensor, table: CandidateTable, memory, unit_bits: int = 32):
+    memory.totals.zero_()
+    cpu.sizes_by_option(rows, CandidateTables.of(table), memory, unit_bits)
+    return memory.totals.clone()
 
 
 def of(rule: MaskRule, first: int, row_bytes: int) -> slice:
@@ -38,9 +48,9 @@ def of(rule: MaskRule, first: int, row_bytes: int) -> slice:
 def test_masks_values_and_sizes_are_those_of_their_definition(kind, n, row_bytes):
     rows, rules = some_rows(kind, n, row_bytes), some_rules(row_bytes)
     other = some_rows(kind, n + 5, row_bytes, seed=1)
-    table, masks, values = learnt(rows, rules)
-    totals = cpu.sizes_by_option(other, masks, values, table)
-    bits = cpu.sizes_by_option(other, masks, values, table, unit_bits=1)
+    table, memory = learnt(rows, rules)
+    masks, values = memory.found(0)[0], memory.found(0)[1:]
+    totals, bits = sizes_of(other, table, memory), sizes_of(other, table, memory, unit_bits=1)
     for c, rule in enumerate(rules):
         entries = of(rule, int(table.numbers[c, FIRST]), row_bytes)
         dtype = f"<u{rule.chunk_bytes}"
@@ -77,11 +87,35 @@ def test_masks_values_and_sizes_are_those_of_their_definition(kind, n, row_bytes
                 assert size >= 32 * np.minimum(words - 3, raw - 1).sum()
 
 
+def test_two_tables_are_counted_each_on_its_own_rows():
+    first, second = some_rows("few", 41, 24), some_rows("random", 9, 264, seed=3)
+    tested = some_rows("random", 30, 264, seed=4)
+    table, alone = learnt(first, some_rules(24)[:3])
+    measured, beside = learnt(second, some_rules(264))
+    both = CandidateTables.of(table, measured)
+    memory = cpu.plan_memory([first, second], both)
+    cpu.agreed_masks([cpu.count_bits(rows, 1) for rows in (first, second)], both, memory)
+    cpu.frequent_values([first, second], both, memory)
+    cpu.sizes_by_option(tested, both, memory)
+    assert torch.equal(memory.found(0), alone.found(0))
+    assert torch.equal(memory.found(1), beside.found(0))
+    totals, found = memory.on_host()
+    assert totals.tolist() == sizes_of(tested, measured, beside).tolist()
+    assert len(found) == 1 and found[0].tolist() == alone.found(0).tolist()
+    assert both is CandidateTables.of(table, measured)
+    with pytest.raises(ArgumentError, match="tables: 3, accepted are 1 to 2"):
+        CandidateTables.of(table, measured, table)
+
+
 def test_more_rows_than_a_table_has_places_for_are_refused():
     rows = torch.zeros(POSITIONAL_ROWS + 1, 4, dtype=torch.uint8)
-    masks = torch.full((1,), 255)
-    table = CandidateTable.of([MaskRule(4, True, None, 255)], 4, 1)
-    assert cpu.frequent_values(rows, masks, table).tolist() == [[0]] * VALUES
-    table = CandidateTable.of([MaskRule(4, False, None, 255)], 4, 1)
-    with pytest.raises(ArgumentError, match="rows: 2049, accepted are 2048 where masks are posit"):
-        cpu.frequent_values(rows, masks, table)
+    for uniform in (True, False):
+        candidates = CandidateTables.of(CandidateTable.of([MaskRule(4, uniform, None, 255)], 4, 1))
+        memory = cpu.plan_memory([rows], candidates)
+        memory.found(0)[0] = 255
+        if uniform:
+            cpu.frequent_values([rows], candidates, memory)
+            assert memory.found(0)[1:].tolist() == [[0]] * VALUES
+            continue
+        with pytest.raises(ArgumentError, match="rows: 2049, accepted are 2048 where masks are p"):
+            cpu.frequent_values([rows], candidates, memory)

@@ -11,8 +11,9 @@ from ....errors import load_optional
 from ...kernels import cpu
 from ...kernels.cpu.compiling import call
 from .layout import build_layout
-from .planner import Options, Plan, Sample, choose_plan, fit_profile
+from .planner import Options, Plan, choose_plan, fit_profile
 from .profile import Profile
+from .sample import Sample
 
 ITERATIONS = 10
 KMEANS_BYTES = 1 << 20  # rows that the centers are learnt from

@@ -24,8 +24,9 @@ from ..words import WordRowCodec
 from .clusters import fit_clusters
 from .layout import build_layout
 from .plan_cache import PlanCache
-from .planner import Options, Sample, choose_plan, draw_sample, fit_profile, refit_profile
+from .planner import Options, choose_plan, fit_profile, refit_profile
 from .profile import Profile
+from .sample import Sample, draw_sample
 
 Auto = Literal["auto"]
 

@@ -12,7 +12,8 @@ import torch
 from ....errors import ArgumentTypeError
 from ...kernels.candidates import MaskRule
 from ..base import check_integer
-from .planner import THRESHOLDS, Measured, Options, Plan, Sample, Search, candidates
+from .planner import THRESHOLDS, Measured, Options, Plan, Search, candidates
+from .sample import Sample
 
 #: A plan is kept while it costs at most so much more than the best of those that it is checked
 #: against. Where it costs more, but so little that parts of rows may be wrong, whole rows decide

@@ -27,6 +27,7 @@ from .loading import encoding_shorts, gathering, mapping, packing
 from .packed_linear import prepare_linear as prepare_linear
 from .planning import agreed_masks as agreed_masks
 from .planning import frequent_values as frequent_values
+from .planning import plan_memory as plan_memory
 from .planning import sizes_by_option as sizes_by_option
 from .prepared import PreparedTable
 from .rewrites import rewrite_rows as rewrite_rows

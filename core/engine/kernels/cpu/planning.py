@@ -6,7 +6,7 @@ counted once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,10 +14,13 @@ import torch
 from ..candidates import (
     FIRST,
     POSITIONS,
+    SUMS,
     UNIFORM,
     VALUES,
     WIDTH,
     CandidateTable,
+    CandidateTables,
+    PlanMemory,
     check_positional_rows,
 )
 from .compiling import call
@@ -27,70 +30,70 @@ from .loading import planning
 Array = np.ndarray
 
 
-def agreed_masks(
-    counts: torch.Tensor,
-    n_rows: int,
-    candidates: CandidateTable,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the masks of candidates: the bits on which enough rows agree, and those of the field.
+def plan_memory(rows: Sequence[torch.Tensor], candidates: CandidateTables) -> PlanMemory:
+    """Return memory for what is counted of candidates, whose sums are 0.
 
     Parameters
     ----------
-    counts : torch.Tensor
-        int64 with an entry for each bit of a row, as `count_bits` returns it for any chunk_bytes:
-        the rows that have it set.
-    n_rows : int
-        Rows that were counted.
-    candidates : CandidateTable
+    rows : sequence of torch.Tensor
+        Of each table, those that values will be learnt from.
+    candidates : CandidateTables
         The rules.
-    out : torch.Tensor, optional
-        What is returned, to write to.
-
-    Returns
-    -------
-    torch.Tensor
-        int64 ``[entries]``, contiguous.
     """
-    masks = torch.empty(candidates.entries, dtype=torch.int64) if out is None else out
-    bits = counts.view(-1, 8).numpy()
-    call(planning().agreed_masks, bits, n_rows, candidates.numbers, masks.numpy().view(np.uint64))
-    return masks
+    memory = PlanMemory(
+        candidates, torch.empty(PlanMemory.words_for(candidates), dtype=torch.int64)
+    )
+    memory.totals.zero_()
+    return memory
+
+
+def agreed_masks(
+    counts: Sequence[torch.Tensor], candidates: CandidateTables, memory: PlanMemory
+) -> None:
+    """Write the masks of candidates: the bits on which enough rows agree, and those of the field.
+
+    Parameters
+    ----------
+    counts : sequence of torch.Tensor
+        Of each table, int64 with an entry for each bit of a row, as `count_bits` returns it for any
+        chunk_bytes: the rows that have it set.
+    candidates : CandidateTables
+        The rules.
+    memory : PlanMemory
+        Where masks are written.
+    """
+    for i, (each, table) in enumerate(zip(counts, candidates.tables, strict=True)):
+        masks, bits = memory.found(i)[0].numpy().view(np.uint64), each.view(-1, 8).numpy()
+        call(planning().agreed_masks, bits, table.n_rows, table.numbers, masks)
 
 
 def frequent_values(
-    rows: torch.Tensor,
-    masks: torch.Tensor,
-    candidates: CandidateTable,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Return the most frequent masked chunks of each position, of all positions when uniform.
+    rows: Sequence[torch.Tensor], candidates: CandidateTables, memory: PlanMemory
+) -> None:
+    """Write the most frequent masked chunks of each position, of all positions when uniform.
+
+    Most frequent first; equal counts go to the smaller value, and where there are fewer values the
+    first one is repeated.
 
     Parameters
     ----------
-    rows : torch.Tensor
-        uint8 ``[N, row_bytes]``, contiguous; N at least 1, and at most POSITIONAL_ROWS where a
-        candidate is positional.
-    masks : torch.Tensor
-        int64 ``[entries]``.
-    candidates : CandidateTable
+    rows : sequence of torch.Tensor
+        Of each table, uint8 ``[N, row_bytes]``, contiguous; N at least 1, and at most
+        POSITIONAL_ROWS where a candidate is positional.
+    candidates : CandidateTables
         The rules.
-    out : torch.Tensor, optional
-        What is returned, to write to.
-
-    Returns
-    -------
-    torch.Tensor
-        int64 ``[VALUES, entries]``, contiguous, most frequent first; equal counts go to the smaller
-        value, and where there are fewer values the first one is repeated.
+    memory : PlanMemory
+        Of `plan_memory` for such rows, with the masks, where values are written.
     """
-    check_positional_rows(rows.shape[0], candidates)
-    if out is None:
-        out = torch.empty((VALUES, candidates.entries), dtype=torch.int64)
-    values = out.numpy().view(np.uint64)
-    all_masks = masks.numpy().view(np.uint64)
+    check_positional_rows(rows, candidates)
+    for i, (each, table) in enumerate(zip(rows, candidates.tables, strict=True)):
+        _write_values(each, table, memory.found(i).numpy().view(np.uint64))
+
+
+def _write_values(rows: torch.Tensor, table: CandidateTable, masks_and_values: Array) -> None:
+    all_masks, values = masks_and_values[0], masks_and_values[1:]
     turned: dict[int, Array] = {}
-    for width, uniform, entries, same in _distinct(candidates, all_masks):
+    for width, uniform, entries, same in _distinct(table, all_masks):
         if same is not None:
             values[:, entries] = values[:, same]
             continue
@@ -114,49 +117,41 @@ def frequent_values(
             found,
         )
         values[:, entries] = found
-    return out
 
 
 def sizes_by_option(
-    rows: torch.Tensor,
-    masks: torch.Tensor,
-    values: torch.Tensor,
-    candidates: CandidateTable,
-    unit_bits: int = 32,
-) -> torch.Tensor:
-    """Return what rows take packed, under all options of each candidate.
+    rows: torch.Tensor, candidates: CandidateTables, memory: PlanMemory, unit_bits: int = 32
+) -> None:
+    """Add up what rows take packed, under all options of each candidate of the last table.
 
     Parameters
     ----------
     rows : torch.Tensor
         uint8 ``[N, row_bytes]``, contiguous.
-    masks, values : torch.Tensor
-        As of `agreed_masks` and `frequent_values`.
-    candidates : CandidateTable
+    candidates : CandidateTables
         The rules.
+    memory : PlanMemory
+        With masks and values, and `totals`, to which is added, by code_bits - 1: the units of all
+        rows, not grouped and grouped, where a row that would not shrink counts as it is, and the
+        rows that have exceptions.
     unit_bits : {32, 1}
         Unit of the sizes: words, as they are stored, or bits, where `rows` are parts of longer
         rows, whose ends are not to count.
-
-    Returns
-    -------
-    torch.Tensor
-        int64 ``[n, 3, 3]``, by code_bits - 1: the units of all rows, not grouped and grouped, where
-        a row that would not shrink counts as it is, and the rows that have exceptions.
     """
-    totals = np.zeros((len(candidates), 3, 3), np.int64)
-    all_masks, all_values = masks.numpy().view(np.uint64), values.numpy().view(np.uint64)
+    totals, table = memory.totals.numpy(), candidates.measured
+    found = memory.found(len(candidates.tables) - 1).numpy().view(np.uint64)
+    all_masks, all_values = found[0], found[1:]
     room = np.empty((5, rows.shape[0]), np.int32)
     turned: dict[int, Array] = {}
-    known: dict[tuple[int, ...], int] = {}
-    for c, (width, uniform, entries, same) in enumerate(_distinct(candidates, all_masks)):
+    known: dict[tuple[int, ...], Array] = {}
+    for c, (width, uniform, entries, same) in enumerate(_distinct(table, all_masks)):
         if same is not None:
-            totals[c] = totals[known[width, uniform, same.start]]
+            totals[c] += known[width, uniform, same.start]
             continue
-        known[width, uniform, entries.start] = c
         if width not in turned:
             turned[width] = _columns(rows, width)
         columns = turned[width]
+        counted = known[width, uniform, entries.start] = np.zeros(SUMS, np.int64)
         call(
             planning().sizes_by_option,
             columns,
@@ -165,9 +160,9 @@ def sizes_by_option(
             bool(uniform),
             unit_bits,
             room,
-            totals[c],
+            counted,
         )
-    return torch.from_numpy(totals)
+        totals[c] += counted
 
 
 def _columns(rows: torch.Tensor, width: int) -> Array:

@@ -79,6 +79,7 @@ class CudaKernels:
         self.count_bits = CountKernels(runner).count_bits
         self.count_zeros = ZeroKernels(runner).count_zeros
         plan = PlanKernels(runner)
+        self.plan_memory = plan.plan_memory
         self.agreed_masks = plan.agreed_masks
         self.frequent_values = plan.frequent_values
         self.sizes_by_option = plan.sizes_by_option

@@ -1,6 +1,8 @@
 // Counting for a planner, of many candidates at once; CandidateTable says what a candidate is. Its
-// numbers lie COLUMNS to a candidate, by the defines WIDTH, UNIFORM, AGREED, FIELD, FIRST, POSITIONS.
-// A chunk has the width that its candidate says, and is counted in 64 bits.
+// numbers lie COLUMNS to a candidate, by the defines WIDTH, UNIFORM and so on. A chunk has the width that
+// its candidate says, and is counted in 64 bits. Candidates of TABLE 1 are counted on the other rows.
+//
+// `found` has all masks and values, of position i of a candidate at FIRST + i, and STRIDE apart.
 //
 // Values are counted in hash tables of keys and counts: of a position in shared memory, of all positions
 // in global memory. A table has a power of two of places, more than there are different values, and one
@@ -24,19 +26,20 @@ __device__ __forceinline__ bool agrees(u64 set, u64 all, u64 agreed) {
 
 // counts: of each bit of a row, the rows that have it set.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    agreed_masks(const u64* __restrict__ counts, i64 n_rows, int row_bytes, const i64* __restrict__ numbers,
-                 u64* __restrict__ masks) {
+    agreed_masks(const u64* __restrict__ counts, const u64* __restrict__ other_counts, const i64* __restrict__ numbers,
+                 u64* __restrict__ found) {
   __shared__ u64 sums[THREADS];
   __shared__ u32 halves[2];
   const i64* c = numbers + (i64)blockIdx.y * COLUMNS;
-  const int bits = 8 * (int)c[WIDTH], chunks = row_bytes / (int)c[WIDTH];
-  const u64 agreed = (u64)c[AGREED];
-  u64* mine = masks + c[FIRST];
+  if (c[TABLE]) counts = other_counts;
+  const int bits = 8 * (int)c[WIDTH], chunks = (int)c[CHUNKS];
+  const u64 agreed = (u64)c[AGREED], n_rows = (u64)c[COUNTED];
+  u64* mine = found + c[FIRST];
   if (!c[UNIFORM]) {
     for (int i = blockIdx.x * THREADS + threadIdx.x; i < chunks; i += gridDim.x * THREADS) {
       u64 mask = 0;
       for (int b = 0; b < bits; ++b)
-        if (agrees(counts[(i64)i * bits + b], (u64)n_rows, agreed)) mask |= 1ull << b;
+        if (agrees(counts[(i64)i * bits + b], n_rows, agreed)) mask |= 1ull << b;
       mine[i] = mask | (u64)c[FIELD];
     }
     return;
@@ -52,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (threadIdx.x < bits) {
     sum = 0;
     for (int t = threadIdx.x; t < THREADS; t += bits) sum += sums[t];
-    if (agrees(sum, (u64)n_rows * chunks, agreed)) atomicOr(&halves[bit >> 5], 1u << (bit & 31));
+    if (agrees(sum, n_rows * chunks, agreed)) atomicOr(&halves[bit >> 5], 1u << (bit & 31));
   }
   __syncthreads();
   if (threadIdx.x == 0) mine[0] = ((u64)halves[1] << 32 | halves[0]) | (u64)c[FIELD];
@@ -81,9 +84,8 @@ __device__ __forceinline__ bool comes_before(u32 count, u64 key, u32 other_count
 
 // The next of a table's values after the one that was found before, in every thread of the block; a
 // count of 0: there is none. Of places begin to end.
-template <int SIZE>
-__device__ __forceinline__ void find_next(const u64* keys, const u32* counts, u32 begin, u32 end, u32& count,
-                                          u64& key) {
+template <int SIZE, class Keys, class Counts>
+__device__ __forceinline__ void find_next(Keys keys, Counts counts, u32 begin, u32 end, u32& count, u64& key) {
   __shared__ u32 warp_counts[SIZE / 32];
   __shared__ u64 warp_keys[SIZE / 32];
   u32 best_count = 0;
@@ -113,20 +115,23 @@ __device__ __forceinline__ void find_next(const u64* keys, const u32* counts, u3
   key = best_key;
 }
 
-// The most frequent values of positional candidates, one block a position. values: VALUES times
-// `entries`. `places` of the table lie in shared memory.
+// The most frequent values of positional candidates, one block a position. `places` of the table lie in
+// shared memory.
 extern "C" __global__ void __launch_bounds__(COLUMN_THREADS)
-    frequent_by_position(const void* __restrict__ rows, int n_rows, int row_bytes, const i64* __restrict__ numbers,
-                         const u64* __restrict__ masks, i64 entries, u32 places, u64* __restrict__ values) {
+    frequent_by_position(const void* __restrict__ rows, const void* __restrict__ other_rows, int n_rows,
+                         int other_n_rows, const i64* __restrict__ numbers, u32 places, u64* __restrict__ found) {
   extern __shared__ __align__(16) u64 keys[];
   u32* counts = (u32*)(keys + places + 1);
   const i64* c = numbers + (i64)blockIdx.y * COLUMNS;
   if (c[UNIFORM]) return;
-  const int width = (int)c[WIDTH], chunks = row_bytes / width;
+  if (c[TABLE]) rows = other_rows, n_rows = other_n_rows;
+  const int width = (int)c[WIDTH], chunks = (int)c[CHUNKS];
+  const i64 stride = c[STRIDE];
   for (int i = blockIdx.x; i < chunks; i += gridDim.x) {
     for (u32 place = threadIdx.x; place <= places; place += COLUMN_THREADS) keys[place] = ~FREE, counts[place] = 0;
     __syncthreads();
-    const u64 mask = masks[c[FIRST] + i];
+    u64* mine = found + c[FIRST] + i;
+    const u64 mask = mine[0];
     for (int r = threadIdx.x; r < n_rows; r += COLUMN_THREADS)
       count_value(keys, counts, places, load_chunk(rows, (i64)r * chunks + i, width) & mask, 1);
     __syncthreads();
@@ -135,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(COLUMN_THREADS)
     for (int rank = 0; rank < VALUES; ++rank) {
       find_next<COLUMN_THREADS>(keys, counts, 0, places + 1, count, key);
       if (rank == 0) first = key;
-      if (threadIdx.x == 0) values[rank * entries + c[FIRST] + i] = count ? key : first;
+      if (threadIdx.x == 0) mine[(rank + 1) * stride] = count ? key : first;
     }
   }
 }
@@ -143,15 +148,17 @@ extern "C" __global__ void __launch_bounds__(COLUMN_THREADS)
 // Count the masked chunks of uniform candidates in tables of their own. tables: for each candidate its
 // first place and the places, 0 of a positional one.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    count_values(const void* __restrict__ rows, i64 n_rows, int row_bytes, const i64* __restrict__ numbers,
-                 const u64* __restrict__ masks, const i64* __restrict__ tables, u64* keys, u32* counts) {
+    count_values(const void* __restrict__ rows, const void* __restrict__ other_rows, i64 n_rows, i64 other_n_rows,
+                 const i64* __restrict__ numbers, const i64* __restrict__ tables, const u64* __restrict__ found,
+                 u64* keys, u32* counts) {
   const i64* c = numbers + (i64)blockIdx.y * COLUMNS;
   const i64 first = tables[2 * blockIdx.y];
   const u32 places = (u32)tables[2 * blockIdx.y + 1];
   if (!places) return;
+  if (c[TABLE]) rows = other_rows, n_rows = other_n_rows;
   const int width = (int)c[WIDTH], lane = threadIdx.x & 31;
-  const i64 n = n_rows * (row_bytes / width), stride = (i64)gridDim.x * THREADS;
-  const u64 mask = masks[c[FIRST]];
+  const i64 n = n_rows * c[CHUNKS], stride = (i64)gridDim.x * THREADS;
+  const u64 mask = found[c[FIRST]];
   for (i64 begin = (i64)blockIdx.x * THREADS + (threadIdx.x & ~31); begin < n; begin += stride) {
     const i64 i = begin + lane;
     const u32 present = __ballot_sync(FULL, i < n);
@@ -163,45 +170,55 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// The most frequent values of slices of tables, one slice a block: VALUES keys and counts each to
-// top_keys and top_counts, or, where there is one slice, values as of frequent_by_position. tables: as of
-// count_values, but all places of a candidate are looked at, and one more where `spare` says so.
+// The most frequent values of tables, one slice a block: VALUES keys and counts each to top_keys and
+// top_counts, of which the last block of a candidate that is `done` finds the most frequent ones. `tables`: as
+// of count_values.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    top_values(const u64* __restrict__ keys, const u32* __restrict__ counts, const i64* __restrict__ tables, int spare,
-               u64* __restrict__ top_keys, u32* __restrict__ top_counts, const i64* __restrict__ numbers, i64 entries,
-               u64* __restrict__ values) {
+    top_values(const u64* __restrict__ keys, const u32* __restrict__ counts, const i64* __restrict__ tables,
+               volatile u64* top_keys, volatile u32* top_counts, u32* done, const i64* __restrict__ numbers,
+               u64* __restrict__ found) {
+  __shared__ bool last;
   const i64 start = tables[2 * blockIdx.y];
   const u32 places = (u32)tables[2 * blockIdx.y + 1];
   if (!places) return;
-  const u32 all = places + (u32)spare, slice = (all + gridDim.x - 1) / gridDim.x;
+  const u32 all = places + 1, slice = (all + gridDim.x - 1) / gridDim.x;
   const u32 begin = min(all, slice * blockIdx.x), end = min(all, begin + slice);
-  const i64 to = ((i64)blockIdx.y * gridDim.x + blockIdx.x) * VALUES;
+  const i64 tops = (i64)blockIdx.y * gridDim.x * VALUES;
   u32 count = ~0u;
   u64 key = 0, first = 0;
   for (int rank = 0; rank < VALUES; ++rank) {
     find_next<THREADS>(keys + start, counts + start, begin, end, count, key);
-    if (rank == 0) first = key;
     if (threadIdx.x) continue;
-    if (values != nullptr) {
-      values[rank * entries + numbers[(i64)blockIdx.y * COLUMNS + FIRST]] = count ? key : first;
-    } else {
-      top_keys[to + rank] = ~key;
-      top_counts[to + rank] = count;
-    }
+    top_keys[tops + blockIdx.x * VALUES + rank] = ~key;
+    top_counts[tops + blockIdx.x * VALUES + rank] = count;
+  }
+  if (threadIdx.x == 0) {
+    __threadfence();  // what this block found is there before it counts as done
+    last = atomicAdd(done + blockIdx.y, 1) == gridDim.x - 1;
+    __threadfence();
+  }
+  __syncthreads();
+  if (!last) return;
+  const i64* c = numbers + (i64)blockIdx.y * COLUMNS;
+  count = ~0u, key = 0;
+  for (int rank = 0; rank < VALUES; ++rank) {
+    find_next<THREADS>(top_keys + tops, top_counts + tops, 0, gridDim.x * VALUES, count, key);
+    if (rank == 0) first = key;
+    if (threadIdx.x == 0) found[c[FIRST] + (rank + 1) * c[STRIDE]] = count ? key : first;
   }
 }
 
 // totals: for each candidate nine sums over all rows, of code_bits 1 to 3 each: the sizes not grouped and
 // grouped, in units of 1 << unit_shift bits, and the rows with exceptions.
 extern "C" __global__ void __launch_bounds__(THREADS)
-    sizes_by_option(const void* __restrict__ rows, i64 n_rows, int row_bytes, const i64* __restrict__ numbers,
-                    const u64* __restrict__ masks, const u64* __restrict__ values, i64 entries, int unit_shift,
-                    u64* totals) {
+    sizes_by_option(const void* __restrict__ rows, i64 n_rows, const i64* __restrict__ numbers,
+                    const u64* __restrict__ found, int unit_shift, u64* totals) {
   const i64* c = numbers + (i64)blockIdx.y * COLUMNS;
-  const int width = (int)c[WIDTH], chunks = row_bytes / width, groups = (chunks + 31) >> 5;
+  const int width = (int)c[WIDTH], chunks = (int)c[CHUNKS], groups = (chunks + 31) >> 5;
   const int uniform = (int)c[UNIFORM], lane = threadIdx.x & 31;
-  const i64 first = c[FIRST], stride = (i64)gridDim.x * (THREADS / 32);
-  const int rest = (1 << unit_shift) - 1, row_bits = 8 * row_bytes;
+  const i64 first = c[FIRST], entries = c[STRIDE], stride = (i64)gridDim.x * (THREADS / 32);
+  const u64* values = found + entries;
+  const int rest = (1 << unit_shift) - 1, row_bits = 8 * width * chunks;
   const i64 raw = (row_bits + rest) >> unit_shift;
   u64 sums[9] = {0, 0, 0, 0, 0, 0, 0, 0, 0};
   for (i64 r = (i64)blockIdx.x * (THREADS / 32) + (threadIdx.x >> 5); r < n_rows; r += stride) {
@@ -212,7 +229,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       bool is_first = true;
       if (i < chunks) {
         const i64 p = first + (uniform ? 0 : i);
-        const u64 mask = masks[p], x = load_chunk(rows, r * chunks + i, width) & mask;
+        const u64 mask = found[p], x = load_chunk(rows, r * chunks + i, width) & mask;
         const int bits = __popcll(mask);
         is_first = x == values[p];
         const bool three = is_first || x == values[p + entries] || x == values[p + 2 * entries];

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -9,15 +11,18 @@ import numpy as np
 import torch
 
 from ..candidates import (
+    CHUNKS,
     COLUMNS,
+    TABLE,
     UNIFORM,
     VALUES,
     WIDTH,
-    CandidateTable,
+    CandidateTables,
+    PlanMemory,
     check_positional_rows,
 )
 from ..format import ceil_div
-from .constants import constant_on
+from .constants import Constant
 from .parameters import Address, Int32, Int64, Parameters, UInt32
 from .runner import Launch, Runner
 from .source import PLAN
@@ -33,31 +38,29 @@ CHUNKS_PER_THREAD = 8  # at least, of those that count
 
 @dataclass(init=False)
 class AgreedMasks(Parameters):
-    """Parameters of `agreed_masks`: int64 `counts` of bits, the numbers of a CandidateTable."""
+    """Parameters of `agreed_masks`: int64 counts of bits, the numbers of a CandidateTable."""
 
     kernel = "agreed_masks"
 
     counts: Address
-    n_rows: Int64
-    row_bytes: Int32
+    other_counts: Address
     numbers: Address
-    masks: Address
+    found: Address
 
 
 @dataclass(init=False)
 class FrequentByPosition(Parameters):
-    """Parameters of `frequent_by_position`; int64 masks and values of `entries` positions."""
+    """Parameters of `frequent_by_position`; masks and values in `found`."""
 
     kernel = "frequent_by_position"
 
     rows: Address
+    other_rows: Address
     n_rows: Int32
-    row_bytes: Int32
+    other_n_rows: Int32
     numbers: Address
-    masks: Address
-    entries: Int64
     places: UInt32
-    values: Address
+    found: Address
 
 
 @dataclass(init=False)
@@ -67,30 +70,30 @@ class CountValues(Parameters):
     kernel = "count_values"
 
     rows: Address
+    other_rows: Address
     n_rows: Int64
-    row_bytes: Int32
+    other_n_rows: Int64
     numbers: Address
-    masks: Address
     tables: Address
+    found: Address
     keys: Address
     counts: Address
 
 
 @dataclass(init=False)
 class TopValues(Parameters):
-    """Parameters of `top_values`; either the tops or `numbers` and `values` may be None."""
+    """Parameters of `top_values`; uint32 `done` ``[n]``, 0 at first."""
 
     kernel = "top_values"
 
     keys: Address
     counts: Address
     tables: Address
-    spare: Int32
     top_keys: Address
     top_counts: Address
+    done: Address
     numbers: Address
-    entries: Int64
-    values: Address
+    found: Address
 
 
 @dataclass(init=False)
@@ -101,11 +104,8 @@ class SizesByOption(Parameters):
 
     rows: Address
     n_rows: Int64
-    row_bytes: Int32
     numbers: Address
-    masks: Address
-    values: Address
-    entries: Int64
+    found: Address
     unit_shift: Int32
     totals: Address
 
@@ -124,149 +124,97 @@ class PlanKernels:
         self._most_blocks = BLOCKS * runner.multiprocessors
         self._launches: dict[tuple[type[Parameters], int], Launch] = {}
 
+    def plan_memory(self, rows: Sequence[torch.Tensor], candidates: CandidateTables) -> PlanMemory:
+        """Return memory for what is counted; see `kernels.cpu.plan_memory`."""
+        # All of it is 0: sums, and the tables in which values are counted.
+        words = PlanMemory.words_for(candidates) + _value_tables_of(rows, candidates).words
+        return PlanMemory(candidates, torch.zeros(words, dtype=torch.int64, device=rows[0].device))
+
     def agreed_masks(
-        self,
-        counts: torch.Tensor,
-        n_rows: int,
-        candidates: CandidateTable,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the masks of candidates; see `kernels.cpu.agreed_masks`."""
-        masks = out
-        if masks is None:
-            masks = torch.empty(candidates.entries, dtype=torch.int64, device=counts.device)
-        numbers = constant_on(counts.device, candidates.numbers)
+        self, counts: Sequence[torch.Tensor], candidates: CandidateTables, memory: PlanMemory
+    ) -> None:
+        """Write the masks of candidates; see `kernels.cpu.agreed_masks`."""
         tiles = ceil_div(candidates.most_positions, THREADS)
         self._launch(AgreedMasks, THREADS)(
             (min(tiles, self._most_blocks), len(candidates), 1),
-            counts.data_ptr(),
-            n_rows,
-            candidates.row_bytes,
-            numbers.data_ptr(),
-            masks.data_ptr(),
+            counts[0].data_ptr(),
+            counts[-1].data_ptr(),
+            _numbers(candidates).on(counts[0].device).data_ptr(),
+            memory.found_address,
         )
-        return masks
 
     def frequent_values(
-        self,
-        rows: torch.Tensor,
-        masks: torch.Tensor,
-        candidates: CandidateTable,
-        out: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the most frequent masked chunks; see `kernels.cpu.frequent_values`."""
-        n, entries = rows.shape[0], candidates.entries
-        check_positional_rows(n, candidates)
-        rows = aligned_to(rows, 8)
-        values = out
-        if values is None:
-            values = torch.empty((VALUES, entries), dtype=torch.int64, device=rows.device)
+        self, rows: Sequence[torch.Tensor], candidates: CandidateTables, memory: PlanMemory
+    ) -> None:
+        """Write the most frequent masked chunks; see `kernels.cpu.frequent_values`."""
+        check_positional_rows(rows, candidates)
+        rows = [aligned_to(each, 8) for each in rows]
         if candidates.positional:
-            places = 1 << (2 * n - 1).bit_length()
+            most = max(map(len, rows))
+            places = 1 << (2 * most - 1).bit_length()
             shared_bytes = 12 * (places + 1) + 4
-            positions = candidates.most_positions
-            numbers = constant_on(rows.device, candidates.numbers)
             self._launch(FrequentByPosition, COLUMN_THREADS, shared_bytes)(
-                (positions, len(candidates), 1),
-                rows.data_ptr(),
-                n,
-                candidates.row_bytes,
-                numbers.data_ptr(),
-                masks.data_ptr(),
-                entries,
+                (candidates.most_positions, len(candidates), 1),
+                rows[0].data_ptr(),
+                rows[-1].data_ptr(),
+                len(rows[0]),
+                len(rows[-1]),
+                _numbers(candidates).on(rows[0].device).data_ptr(),
                 places,
-                values.data_ptr(),
+                memory.found_address,
             )
         if candidates.uniform:
-            self._frequent_in_all(rows, masks, candidates, values)
-        return values
+            self._frequent_in_all(rows, candidates, memory)
 
     def _frequent_in_all(
-        self,
-        rows: torch.Tensor,
-        masks: torch.Tensor,
-        candidates: CandidateTable,
-        values: torch.Tensor,
+        self, rows: Sequence[torch.Tensor], candidates: CandidateTables, memory: PlanMemory
     ) -> None:
         """Write the values of uniform candidates."""
-        device, n = rows.device, rows.shape[0]
-        numbers = constant_on(device, candidates.numbers)
-        tables, most_chunks, total, slices = _value_tables(
-            candidates.numbers.tobytes(), n, candidates.row_bytes, SLICE_PLACES
-        )
-        on_device = constant_on(device, tables)
-        # Keys, and behind them counts of half their size, all 0 at first.
-        memory = torch.zeros(total + ceil_div(total, 2), dtype=torch.int64, device=device)
-        keys, counts = memory, memory[total:]
-        blocks = ceil_div(most_chunks, CHUNKS_PER_THREAD * THREADS)
+        n, device = len(candidates), rows[0].device
+        tables = _value_tables_of(rows, candidates)
+        places = tables.places.on(device).data_ptr()
+        numbers = _numbers(candidates).on(device).data_ptr()
+        keys = memory.spare_address
+        counts, *tops = (keys + 8 * word for word in tables.begins)
+        blocks = ceil_div(tables.most_chunks, CHUNKS_PER_THREAD * THREADS)
         self._launch(CountValues, THREADS)(
-            (min(blocks, self._most_blocks), len(candidates), 1),
-            rows.data_ptr(),
-            n,
-            candidates.row_bytes,
-            numbers.data_ptr(),
-            masks.data_ptr(),
-            on_device.data_ptr(),
-            keys.data_ptr(),
-            counts.data_ptr(),
+            (min(blocks, self._most_blocks), n, 1),
+            rows[0].data_ptr(),
+            rows[-1].data_ptr(),
+            len(rows[0]),
+            len(rows[-1]),
+            numbers,
+            places,
+            memory.found_address,
+            keys,
+            counts,
         )
-        found = len(candidates) * slices * VALUES if slices > 1 else 0
-        tops = torch.empty(found + ceil_div(found, 2), dtype=torch.int64, device=device)
-        top_keys, top_counts = tops, tops[found:]
-        top = self._launch(TopValues, THREADS)
-        to_values = (numbers.data_ptr(), values.shape[1], values.data_ptr())
-        top(
-            (slices, len(candidates), 1),
-            keys.data_ptr(),
-            counts.data_ptr(),
-            on_device[0].data_ptr(),
-            1,
-            top_keys.data_ptr(),
-            top_counts.data_ptr(),
-            *((0, 0, 0) if slices > 1 else to_values),
+        self._launch(TopValues, THREADS)(
+            (tables.slices, n, 1), keys, counts, places, *tops, numbers, memory.found_address
         )
-        if slices > 1:
-            top(
-                (1, len(candidates), 1),
-                top_keys.data_ptr(),
-                top_counts.data_ptr(),
-                on_device[1].data_ptr(),
-                0,
-                0,
-                0,
-                *to_values,
-            )
 
     def sizes_by_option(
         self,
         rows: torch.Tensor,
-        masks: torch.Tensor,
-        values: torch.Tensor,
-        candidates: CandidateTable,
+        candidates: CandidateTables,
+        memory: PlanMemory,
         unit_bits: int = 32,
-    ) -> torch.Tensor:
-        """Return what rows take packed; see `kernels.cpu.sizes_by_option`."""
+    ) -> None:
+        """Add up what rows take packed; see `kernels.cpu.sizes_by_option`."""
         rows = aligned_to(rows, 8)
-        numbers = constant_on(rows.device, candidates.numbers)
-        totals = torch.zeros((len(candidates), 3, 3), dtype=torch.int64, device=rows.device)
+        n = len(candidates.measured)
+        numbers = _numbers(candidates).on(rows.device).data_ptr()
         # A few waves of blocks for all candidates; each row is a warp's work.
-        blocks = min(
-            ceil_div(rows.shape[0], THREADS // 32),
-            max(1, 4 * self._most_blocks // len(candidates)),
-        )
+        blocks = min(ceil_div(rows.shape[0], THREADS // 32), max(1, 4 * self._most_blocks // n))
         self._launch(SizesByOption, THREADS)(
-            (blocks, len(candidates), 1),
+            (blocks, n, 1),
             rows.data_ptr(),
             rows.shape[0],
-            candidates.row_bytes,
-            numbers.data_ptr(),
-            masks.data_ptr(),
-            values.data_ptr(),
-            values.shape[1],
+            numbers + 8 * COLUMNS * (len(candidates) - n),
+            memory.found_address,
             unit_bits.bit_length() - 1,
-            totals.data_ptr(),
+            memory.totals.data_ptr(),
         )
-        return totals
 
     def _launch(self, parameters: type[Parameters], threads: int, shared_bytes: int = 0) -> Launch:
         key = parameters, shared_bytes
@@ -277,25 +225,56 @@ class PlanKernels:
 
 
 @lru_cache(64)
-def _value_tables(
-    numbers: bytes, n_rows: int, row_bytes: int, slice_places: int
-) -> tuple[np.ndarray, int, int, int]:
-    """Return where the values of uniform candidates are counted.
+def _numbers(candidates: CandidateTables) -> Constant:
+    return Constant(candidates.numbers)
 
-    First places and numbers of places, int64 ``[2, n, 2]``: of the tables, and then of what each
-    slice of them has found. There is one more place behind those of a table. Also the most chunks
-    of a candidate, the places of all tables, and the slices of the largest one.
+
+@dataclass(frozen=True, eq=False)
+class _ValueTables:
+    """Where the values of uniform candidates are counted, in words of 8 bytes.
+
+    Parameters
+    ----------
+    places : Constant
+        First places and numbers of places, int64 ``[n, 2]``. There is one more place behind those
+        of a table.
+    begins : tuple of int
+        Behind the tables' keys, where begin their counts, the keys and the counts that slices of
+        tables have found, and for each candidate the slices that are done.
+    words : int
+        All of it.
+    slices : int
+        Of the largest table.
+    most_chunks : int
+        Of a candidate.
     """
-    table = np.frombuffer(numbers, np.int64).reshape(-1, COLUMNS)
-    widths = table[:, WIDTH]
-    chunks = n_rows * (row_bytes // widths)
+
+    places: Constant
+    begins: tuple[int, ...]
+    words: int
+    slices: int
+    most_chunks: int
+
+
+def _value_tables_of(rows: Sequence[torch.Tensor], candidates: CandidateTables) -> _ValueTables:
+    return _value_tables(candidates, tuple(map(len, rows)), SLICE_PLACES)
+
+
+@lru_cache(64)
+def _value_tables(
+    candidates: CandidateTables, n_rows: tuple[int, ...], slice_places: int
+) -> _ValueTables:
+    numbers = candidates.numbers
+    n, widths = len(numbers), numbers[:, WIDTH]
+    chunks = np.array(n_rows)[numbers[:, TABLE]] * numbers[:, CHUNKS]
     different = np.minimum(chunks, 1 << np.minimum(8 * widths, 62))
     places = np.array([1 << int(2 * d - 1).bit_length() for d in different], np.int64)
-    places[table[:, UNIFORM] == 0] = 0
+    places[numbers[:, UNIFORM] == 0] = 0
     slices = ceil_div(int(places.max()), slice_places)
-    tables = np.zeros((2, len(table), 2), np.int64)
-    tables[0, :, 0] = np.cumsum(places + 1) - (places + 1)
-    tables[0, :, 1] = places
-    tables[1, :, 0] = np.arange(len(table)) * slices * VALUES
-    tables[1, :, 1] = np.where(places > 0, slices * VALUES, 0)
-    return tables, int(chunks.max()), int(tables[0, -1].sum()) + 1, slices
+    tables = np.stack([np.cumsum(places + 1) - (places + 1), places], 1)
+    # Keys, and behind them counts of half their size.
+    total = int(tables[-1].sum()) + 1 if candidates.uniform else 0
+    tops = n * slices * VALUES
+    sizes = (total, ceil_div(total, 2), tops, ceil_div(tops, 2), ceil_div(n, 2))
+    *begins, words = itertools.accumulate(sizes)
+    return _ValueTables(Constant(tables), tuple(begins), words, slices, int(chunks.max()))

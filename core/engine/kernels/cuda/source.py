@@ -20,7 +20,19 @@ from ..blob_format import (
     zvc_blocks,
     zvc_threads,
 )
-from ..candidates import AGREED, COLUMNS, FIELD, FIRST, UNIFORM, VALUES, WIDTH
+from ..candidates import (
+    AGREED,
+    CHUNKS,
+    COLUMNS,
+    COUNTED,
+    FIELD,
+    FIRST,
+    STRIDE,
+    TABLE,
+    UNIFORM,
+    VALUES,
+    WIDTH,
+)
 from ..format import (
     BUCKET_ENTRIES,
     LINE_BYTES,
@@ -139,6 +151,10 @@ PLAN_DEFINES = {
     "AGREED": AGREED,
     "FIELD": FIELD,
     "FIRST": FIRST,
+    "CHUNKS": CHUNKS,
+    "COUNTED": COUNTED,
+    "STRIDE": STRIDE,
+    "TABLE": TABLE,
     "COLUMNS": COLUMNS,
     "VALUES": VALUES,
 }
