@@ -8,7 +8,7 @@ import torch
 import bitslab
 from bitslab import InvariantCodec
 from bitslab.engine.codecs import PlanCache
-from bitslab.engine.codecs.invariant import plan_cache, planner
+from bitslab.engine.codecs.invariant import plan_cache, planner, sample
 from tests.helpers import random_bits, same_bits
 
 
@@ -35,7 +35,7 @@ def test_tensors_of_a_kind_keep_a_plan_and_have_values_of_their_own():
 @pytest.mark.parametrize("uniform", ["auto", True, False], ids=str)
 def test_a_kept_plan_is_checked_and_fitted_in_one_copy_to_the_host(uniform, monkeypatch):
     plans, on_device = PlanCache(), PlanCache()
-    monkeypatch.setattr(planner, "SAMPLE_BYTES", 64 << 10)  # on halves of a sample
+    monkeypatch.setattr(sample, "SAMPLE_BYTES", 64 << 10)  # on halves of a sample
     copies: list[int] = []
     to_host = torch.Tensor.cpu
 
