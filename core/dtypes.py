@@ -47,7 +47,8 @@ def dense(t: torch.Tensor) -> torch.Tensor:
     A contiguous tensor may have other strides: a dimension of one element, as in
     ``torch.randn(2)[::2]``, keeps any stride, and torch then refuses to view another dtype.
     """
-    if t.dim() == 1 and t.stride(0) == 1 and not t.is_conj() and not t.is_neg():
+    in_order = 0 < t.dim() < 3 and t.stride() == (t.shape[1:] + (1,))
+    if in_order and not t.is_conj() and not t.is_neg():  # most tensors, and no view anew
         return t.detach()
     # The memory of lazy conjugates and negatives holds other bits than their values.
     found = t.detach().resolve_conj().resolve_neg().contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +15,9 @@ from ...kernels.cpu.compiling import call
 from ...kernels.cpu.loading import equal_rows, vector_bodies
 from ...kernels.cpu.threads import run_ranges, threads_of
 from ...kernels.vector_format import (
+    BODY_HEADER_BYTES,
     BYTE_SYMBOLS,
+    CODE_HEADER_BYTES,
     CODE_LIMIT_BITS,
     KINDS,
     MOST_SYMBOLS,
@@ -70,18 +73,27 @@ def finite_range(t: torch.Tensor) -> tuple[float, float]:
     given = (x, signed(_EXPONENTS[t.dtype]), signed(highest))
     kernel = equal_rows().finite_keys
 
-    def work(begin: int, end: int) -> Array:
+    def work(begin: int, end: int) -> list[int]:
         found = np.empty(2, signed)
         call(kernel, *given, found, begin, end)
-        return found
+        keys: list[int] = found.tolist()
+        return keys
 
     found = run_ranges(work, len(x), x.itemsize)
-    least, largest = min(int(f[0]) for f in found), max(int(f[1]) for f in found)
+    least, largest = min(keys[0] for keys in found), max(keys[1] for keys in found)
     if least > largest:
         return math.inf, -math.inf
-    bits = np.array([equal_rows().key_of(key, highest) for key in (least, largest)], signed)
-    low, high = torch.from_numpy(bits).view(t.dtype).tolist()
-    return low, high
+    key_of = equal_rows().key_of
+    return _value_of(key_of(least, highest), t.dtype), _value_of(key_of(largest, highest), t.dtype)
+
+
+def _value_of(bits: int, dtype: torch.dtype) -> float:
+    """Return the float of its bits as a signed integer."""
+    if dtype == torch.bfloat16:
+        bits, dtype = bits << 16, torch.float32
+    integer, real = ("<i", "<f") if dtype == torch.float32 else ("<h", "<e")
+    found: float = struct.unpack(real, struct.pack(integer, bits))[0]
+    return found
 
 
 def encode_body(
@@ -108,7 +120,13 @@ def encode_body(
     found: tuple[BodyHeader, list[Array]] | None = None
     if rows and row:
         step = step_of(bound) if bound > 0 else 0.0
-        if step:
+        if step and threads_of(rows, row * t.element_size()) == 1:
+            used = _bounded_at_once(t, bound, step, rows, window if references else -1, out)
+            if used > 0:
+                return used
+            if not used:
+                return _write(BodyHeader(distinct_rows=rows), [data.numpy()], out)
+        elif step:
             found = _bounded(t, bound, step, rows, row, window if references else -1)
         if found is None:
             found = _every_bit(t, data.numpy(), rows, window if references else -1)
@@ -132,6 +150,39 @@ def _write(header: BodyHeader, sections: list[Array], out: Array) -> int:
 
 def _bits(t: torch.Tensor) -> Array:
     return flat_bytes(t).numpy().view(_UNITS[t.dtype.itemsize])
+
+
+def _bounded_at_once(
+    t: torch.Tensor, bound: float, step: float, rows: int, window: int | None, out: Array
+) -> int:
+    """Write the body of codes by one kernel; return its bytes.
+
+    0 where it is no shorter than the tensor, -1 where too few elements have a code.
+    """
+    x = _bits(t)
+    codes = np.empty(len(x), np.int16)
+    units = _wide(codes, rows, 2 * len(x) // rows)
+    facts = np.empty(8, np.int64)
+    begin = BODY_HEADER_BYTES + CODE_HEADER_BYTES
+    inverse = np.float32(1 / np.float32(step))
+    given = (x, KINDS[t.dtype], np.float32(step), inverse, bound, codes, units, window or 0)
+    used: int = call(vector_bodies().put_bounded, *given, facts, out[begin:])
+    if used <= 0:
+        return used
+    references, index_bits, distinct, coding, width, symbols, least, outliers = facts.tolist()
+    header = BodyHeader(
+        RowCoding(coding),
+        References(references),
+        width,
+        index_bits,
+        distinct,
+        outliers,
+        step,
+        least,
+        symbols,
+    )
+    out[:begin] = np.frombuffer(header.to_bytes(), np.uint8)
+    return begin + used
 
 
 def _bounded(

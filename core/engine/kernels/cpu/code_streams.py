@@ -115,7 +115,22 @@ def measure_pieces(codes, least, table, words, begin, end):
 def write_piece(codes, least, table, piece, out, at):
     """Write a piece to words from a place on; return the place behind it."""
     held, bits = np.uint64(0), np.uint64(0)
-    for i in range(piece * PIECE_CODES, min(len(codes), (piece + 1) * PIECE_CODES)):
+    i, end = piece * PIECE_CODES, min(len(codes), (piece + 1) * PIECE_CODES)
+    # Whether a word is full no processor foresees: each is written anew until it is. More codes
+    # follow these, so that it is one of the piece.
+    while i + 2 < end:
+        a = np.uint64(table[np.int64(codes[i]) - least])
+        b = np.uint64(table[np.int64(codes[i + 1]) - least])
+        length = a >> LENGTH_AT
+        held |= ((a & CODE_MASK) | ((b & CODE_MASK) << length)) << bits
+        bits += length + (b >> LENGTH_AT)
+        out[at] = held & WORD_MASK
+        full = bits >> np.uint64(5)  # 0 or 1: two codes have 24 bits at most
+        at += np.int64(full)
+        held >>= full << np.uint64(5)
+        bits &= np.uint64(31)
+        i += 2
+    while i < end:
         entry = np.uint64(table[np.int64(codes[i]) - least])
         held |= (entry & CODE_MASK) << bits
         bits += entry >> LENGTH_AT
@@ -124,6 +139,7 @@ def write_piece(codes, least, table, piece, out, at):
             at += 1
             held >>= WORD
             bits -= WORD
+        i += 1
     if bits:
         out[at] = held & WORD_MASK
         at += 1
