@@ -291,7 +291,7 @@ def put_bounded(x, kind, step, inverse, bound, codes, units, window, facts, out)
             put_references(units, hashes, marks, window, 2 * row, literals, facts, words)
         )
     distinct = facts[2]
-    kept = codes if distinct == rows else kept_rows(by_row, literals, distinct)
+    kept = codes if distinct == rows else kept_rows(units, literals, distinct).view(np.int16)
     if outliers:
         values = x if distinct == rows else kept_rows(x.reshape((rows, row)), literals, distinct)
         section = words[used : used + of_outliers]

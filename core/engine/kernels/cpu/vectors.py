@@ -109,6 +109,13 @@ def quantise_wide(values, step, inverse, bound, codes):
 @njit(nogil=True, cache=True)
 def range_of_codes(codes, found):
     """Write the least and the largest code to ``found``, and how many values have none."""
+    lowest, highest = np.int16(MOST_CODE), np.int16(NO_CODE)
+    for i in range(codes.shape[0]):  # several at once
+        lowest = min(codes[i], lowest)
+        highest = max(codes[i], highest)
+    if lowest != np.int16(NO_CODE):
+        found[0], found[1], found[2] = lowest, highest, 0
+        return
     least, largest, outliers = np.int16(MOST_CODE), np.int16(-MOST_CODE), np.int64(0)
     for i in range(codes.shape[0]):
         code = codes[i]
