@@ -84,8 +84,6 @@ def _decode_at_once(
     n_bytes = len(rest)
     if n_bytes % 4:  # damaged, mostly
         rest = np.append(rest, np.zeros(-n_bytes % 4, np.uint8))
-    huffman = header.coding is RowCoding.HUFFMAN
-    symbols = header.symbols if huffman else 1 << header.code_bits
     kernels = vector_reading()
     found = call(
         kernels.read_coded,
@@ -97,7 +95,10 @@ def _decode_at_once(
         int(header.coding),
         header.code_bits,
         header.outliers,
-        values_of(header.least, symbols, header.step, dtype),
+        header.symbols,
+        header.least,
+        np.float32(header.step),
+        KINDS[dtype],
         target.reshape(rows, -1),
     )
     if found:
@@ -185,13 +186,9 @@ def _distinct(reader: Reader, header: BodyHeader, dtype: torch.dtype, elements: 
 
 def values_of(least: int, count: int, step: float, dtype: torch.dtype) -> Array:
     """Return the bits of the values of `count` codes from the least one on."""
-    if dtype == torch.float32:
-        with np.errstate(over="ignore"):  # of a damaged step
-            exact = np.arange(least, least + count, dtype=np.float32) * np.float32(step)
-        return exact.view(np.uint32)
-    codes = torch.arange(least, least + count, dtype=torch.float32)
-    values = (codes * torch.tensor(step, dtype=torch.float32)).to(dtype)
-    return np.asarray(flat_bytes(values).numpy().view(_UNSIGNED[dtype.itemsize]))
+    values = np.empty(count, _UNSIGNED[dtype.itemsize])
+    call(equal_rows().values_of_codes, least, np.float32(step), KINDS[dtype], values)
+    return values
 
 
 def _aligned(data: Array, size: int) -> Array:

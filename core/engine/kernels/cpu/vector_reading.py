@@ -19,7 +19,7 @@ from ..vector_format import (
 )
 from .code_streams import fill_lookup, read_fields, read_pieces, values_of_symbols
 from .jit import njit
-from .vectors import follow_references, gather_rows
+from .vectors import follow_references, gather_rows, values_of_codes
 
 NONE, WINDOW, CODED = (
     int(each) for each in (References.NONE, References.WINDOW, References.CODED)
@@ -93,12 +93,26 @@ def read_places(words, end, references, bits, distinct, places):
 
 
 @njit(nogil=True, cache=True)
-def read_coded(words, n_bytes, references, bits, distinct, coding, width, outliers, values, out):
+def read_coded(
+    words,
+    n_bytes,
+    references,
+    bits,
+    distinct,
+    coding,
+    width,
+    outliers,
+    symbols,
+    least,
+    step,
+    kind,
+    out,
+):
     """Write rows whose elements have codes, ``[rows, row]``, bits of values; return 0.
 
     Of damage a number below 0, and nothing is written. ``words`` are the sections, of so many
-    bytes, as whole words; ``bits`` those of a reference, ``width`` those of a code, ``values`` what
-    symbols stand for.
+    bytes, as whole words; ``bits`` those of a reference, ``width`` those of a code; the others are
+    the numbers of the header, and ``kind`` the dtype's.
     """
     rows, row = out.shape
     end = n_bytes >> 2
@@ -121,6 +135,8 @@ def read_coded(words, n_bytes, references, bits, distinct, coding, width, outlie
         before = place
     next_at = behind + words_of(8 * size * outliers)
     kept = np.empty(elements, out.dtype)
+    values = np.empty(symbols if coding == HUFFMAN else 1 << width, out.dtype)
+    values_of_codes(least, step, kind, values)
     found = np.int64(next_at)
     if coding == HUFFMAN:
         found = np.int64(read_stream(words, next_at, end, len(values), values, kept))

@@ -45,6 +45,19 @@ def rounded(value, kind):
 
 
 @njit(nogil=True, cache=True)
+def values_of_codes(least, step, kind, values):
+    """Write the bits of the values of codes from the least one on; ``step`` is float32."""
+    for i in range(values.shape[0]):
+        value = np.float32(least + i) * step
+        if kind == BFLOAT16:
+            values[i] = brain_bits(value)
+        elif kind == FLOAT16:
+            values[i] = half_bits(value)
+        else:
+            values[i] = np.float32(value).view(np.uint32)
+
+
+@njit(nogil=True, cache=True)
 def finite_keys(x, exponent, highest, found, begin, end):
     """Write the least and the largest key of the finite values of begin..end to ``found``.
 
