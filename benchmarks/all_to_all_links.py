@@ -239,10 +239,10 @@ def slowed_link(gb_per_s: float | None) -> Iterator[None]:
         wait_for(max(_to_others(output, output_sizes), _to_others(given, input_sizes)), started)
         return done
 
-    def slowed_pairs(pairs: Pairs, sent: Mapping[int, torch.Tensor], *meanwhile: Any) -> None:
+    def slowed_pairs(pairs: Pairs, sent: Mapping[int, torch.Tensor]) -> None:
         # Of what comes the other rank waits, and the slower of both is measured.
         started = time.perf_counter()
-        of_pairs(pairs, sent, *meanwhile)
+        of_pairs(pairs, sent)
         wait_for(sum(len(data) for data in sent.values()), started)
 
     setattr(dist, "all_to_all_single", slowed)  # noqa: B010 - mypy

@@ -102,8 +102,7 @@ class Agreement:
         self._terms = [self._terms_with(other) for other in range(size)]
         self._checks = [terms.check() for terms in self._terms]
         self._last: tuple[int | None, list[int]] = None, []
-        #: Whether this rank expects as many rows of itself as it sends.
-        self.own_fit = all(t.send_rows[rank] == t.receive_rows[rank] for t in tables)
+        self._own_fit = all(t.send_rows[rank] == t.receive_rows[rank] for t in tables)
 
     def descriptors(self, sizes: Sequence[int], calls: int = 0) -> list[int]:
         """Return the descriptors of messages of so many bytes for each rank."""
@@ -151,7 +150,7 @@ class Agreement:
         others = [rank for rank in range(self._size) if rank != self._rank]
         own = self._checks_of(calls)
         wrong = [rank for rank in others if checks[rank] != own[rank]]
-        if self.own_fit and not wrong:
+        if self._own_fit and not wrong:
             return None
         said, most_pieces, parted = [], self._pieces, False
         for rank in wrong:

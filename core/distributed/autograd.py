@@ -378,7 +378,8 @@ class CompressedAllToAll:
             ``"forward"`` and ``"backward"``: calls, bytes and the seconds of each stage.
             ``"tables"``: by name raw and moved bytes each way, how rows and gradients are written,
             class, homogenisation index and the bound of the next call; of one without a name when
-            none were planned. ``"modes"``: each way ``"compressed"``, ``"pieces"`` or ``"plain"``.
+            none were planned. ``"modes"``: each way ``"compressed"``, ``"pieces"`` or ``"plain"``,
+            which is torch's own collective.
             ``"feedback_bytes"``: what error feedback keeps; ``"buffer_bytes"``: buffers of
             messages, those that are kept and those of calls under way.
         """
@@ -387,7 +388,7 @@ class CompressedAllToAll:
             "forward": dataclasses.asdict(forward),
             "backward": dataclasses.asdict(backward),
             "tables": {name: s.stats(self.iteration) for name, s in self._states.items()},
-            "modes": dict(zip(("forward", "backward"), self._caller.decision.modes, strict=True)),
+            "modes": dict(zip(("forward", "backward"), self._caller.modes, strict=True)),
             "feedback_bytes": self._rounder.nbytes,
             "buffer_bytes": self._caller.buffers.nbytes,
         }

@@ -121,7 +121,7 @@ class Exchange:
         self._others = [rank for rank in range(self._size) if rank != self._rank]
         if layout is None:
             layout = Layout(sizes_of_tables(tables), self._rank, self._size, self._rank)
-        self._layout, self._copied = layout, False
+        self._layout = layout
         self._calls = turn.calls
         self._agreement = layout.agreement(pieces, turn.decide_every, len(numbers))
         self._compared = False
@@ -162,23 +162,14 @@ class Exchange:
             self._buffers.forget(*self._taken)
             raise
         self._buffers.give(*self._taken)
-        self._copy_own()
-        for table in self._tables:
-            self._counters.raw_bytes += table.raw_bytes(self._rank)
-        self._counters.calls += 1
-        return found.numbers
-
-    def _copy_own(self) -> None:
-        """Copy the rows of this rank for itself, once and where both sizes are equal."""
         rank = self._rank
-        if self._copied or not self._agreement.own_fit:
-            return
-        self._copied = True
         for table in self._tables:
-            rows = table.send_rows[rank]
-            if rows:
+            if rows := table.send_rows[rank]:
                 first = sum(table.send_rows[:rank])
                 table.received_parts()[rank].copy_(table.sent[first : first + rows])
+            self._counters.raw_bytes += table.raw_bytes(rank)
+        self._counters.calls += 1
+        return found.numbers
 
     def _at_once(self) -> _Received:
         """Exchange all rows in one piece."""
@@ -348,9 +339,7 @@ class Exchange:
         """Exchange descriptors, numbers and short messages; return the former of each rank."""
         started = time.perf_counter()
         buffers, pairs = expected
-        # Beside another piece's encoding rows for this rank wait: that thread has the processor.
-        meanwhile = self._copy_own if self._pieces == 1 else None
-        self._faults.stage("sizes", lambda: pairs.cross(messages, meanwhile))
+        self._faults.stage("sizes", lambda: pairs.cross(messages))
         self._counters.sizes_s += time.perf_counter() - started
         self._counters.moved_bytes += self._head_bytes * len(self._others)
         own = [descriptors[self._rank], *self._numbers]

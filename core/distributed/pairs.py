@@ -7,7 +7,7 @@ longer than what may come: gloo takes what is sent and leaves the rest of the bu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -37,17 +37,8 @@ class Pairs:
         self._group, self._tag = group, tag
         self._coming = [group.recv([into], rank, tag) for rank, into in buffers.items()]
 
-    def cross(
-        self, sent: Mapping[int, torch.Tensor], meanwhile: Callable[[], object] | None = None
-    ) -> None:
+    def cross(self, sent: Mapping[int, torch.Tensor]) -> None:
         """Send uint8 to ranks, and wait for that and for all that comes.
-
-        Parameters
-        ----------
-        sent : mapping of int to torch.Tensor
-            By rank.
-        meanwhile : callable, optional
-            What is done while messages are under way.
 
         Raises
         ------
@@ -55,8 +46,6 @@ class Pairs:
             When a rank ended, or nothing comes within the group's timeout.
         """
         going = [self._group.send([data], rank, self._tag) for rank, data in sent.items()]
-        if meanwhile is not None:
-            meanwhile()
         for work in self._coming:
             work.wait()
         for work in going:

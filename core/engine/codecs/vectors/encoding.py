@@ -121,7 +121,8 @@ def encode_body(
     if rows and row:
         step = step_of(bound) if bound > 0 else 0.0
         if step and threads_of(rows, row * t.element_size()) == 1:
-            used = _bounded_at_once(t, bound, step, rows, window if references else -1, out)
+            given = data.numpy().view(_UNITS[t.dtype.itemsize]), KINDS[t.dtype]
+            used = _bounded_at_once(*given, bound, step, rows, window if references else -1, out)
             if used > 0:
                 return used
             if not used:
@@ -153,19 +154,18 @@ def _bits(t: torch.Tensor) -> Array:
 
 
 def _bounded_at_once(
-    t: torch.Tensor, bound: float, step: float, rows: int, window: int | None, out: Array
+    x: Array, kind: int, bound: float, step: float, rows: int, window: int | None, out: Array
 ) -> int:
-    """Write the body of codes by one kernel; return its bytes.
+    """Write the body of codes of values of a kind, their bits, by one kernel; return its bytes.
 
     0 where it is no shorter than the tensor, -1 where too few elements have a code.
     """
-    x = _bits(t)
     codes = np.empty(len(x), np.int16)
     units = _wide(codes, rows, 2 * len(x) // rows)
     facts = np.empty(8, np.int64)
     begin = BODY_HEADER_BYTES + CODE_HEADER_BYTES
     inverse = np.float32(1 / np.float32(step))
-    given = (x, KINDS[t.dtype], np.float32(step), inverse, bound, codes, units, window or 0)
+    given = (x, kind, np.float32(step), inverse, bound, codes, units, window or 0)
     used: int = call(vector_bodies().put_bounded, *given, facts, out[begin:])
     if used <= 0:
         return used

@@ -21,9 +21,7 @@ from .code_streams import fill_lookup, read_fields, read_pieces, values_of_symbo
 from .jit import njit
 from .vectors import follow_references, gather_rows, values_of_codes
 
-NONE, WINDOW, CODED = (
-    int(each) for each in (References.NONE, References.WINDOW, References.CODED)
-)
+NONE, WINDOW, CODED = (int(each) for each in (References.NONE, References.WINDOW, References.CODED))
 HUFFMAN = int(RowCoding.HUFFMAN)
 
 #: What is wrong with a body, by the number that is returned less one, negated.
