@@ -6,6 +6,7 @@ import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,7 +49,7 @@ def helper_of(group: dist.ProcessGroup, device_type: str = "cpu") -> Helper:
         _make_as_many_groups(group, device_type)
         ranks = dist.get_process_group_ranks(group)
         # Messages go by a rank's place in the group, which may be in another order than the ranks.
-        order = {} if ranks == sorted(ranks) else {"sort_ranks": False}
+        order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
         own = dist.new_group(
             ranks,
             backend="nccl" if device_type == "cuda" else "gloo",

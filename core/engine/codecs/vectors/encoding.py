@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import struct
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,27 +72,24 @@ def finite_range(t: torch.Tensor) -> tuple[float, float]:
     given = (x, signed(_EXPONENTS[t.dtype]), signed(highest))
     kernel = equal_rows().finite_keys
 
-    def work(begin: int, end: int) -> list[int]:
+    def work(begin: int, end: int) -> Array:
         found = np.empty(2, signed)
         call(kernel, *given, found, begin, end)
-        keys: list[int] = found.tolist()
-        return keys
+        return found
 
-    found = run_ranges(work, len(x), x.itemsize)
-    least, largest = min(keys[0] for keys in found), max(keys[1] for keys in found)
+    parts = run_ranges(work, len(x), x.itemsize)
+    keys = parts[0]
+    if len(parts) > 1:
+        keys = np.array([min(part[0] for part in parts), max(part[1] for part in parts)])
+    least, largest = keys.tolist()
     if least > largest:
         return math.inf, -math.inf
     key_of = equal_rows().key_of
-    return _value_of(key_of(least, highest), t.dtype), _value_of(key_of(largest, highest), t.dtype)
-
-
-def _value_of(bits: int, dtype: torch.dtype) -> float:
-    """Return the float of its bits as a signed integer."""
-    if dtype == torch.bfloat16:
-        bits, dtype = bits << 16, torch.float32
-    integer, real = ("<i", "<f") if dtype == torch.float32 else ("<h", "<e")
-    found: float = struct.unpack(real, struct.pack(integer, bits))[0]
-    return found
+    bits = np.array([key_of(least, highest), key_of(largest, highest)], signed)
+    if t.dtype == torch.bfloat16:
+        bits = bits.astype(np.int32) << 16
+    low, high = bits.view(np.float16 if t.dtype == torch.float16 else np.float32).tolist()
+    return low, high
 
 
 def encode_body(
