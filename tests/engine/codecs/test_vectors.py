@@ -245,6 +245,7 @@ BODIES: dict[str, tuple[torch.Tensor, float, int | None]] = {
     "codes of many values": (rows_of(64, 50, 64), 1e-5, None),
     "codes of a bit": (torch.sign(rows_of(2000, 16, 1999)), 1.0, None),
     "one value": (torch.ones(40, 5), 0.5, None),
+    "one value, no references": (torch.ones(40, 5), 0.5, -1),
     "one row": (rows_of(1, 3000, 1), 0.1, None),
 }
 

@@ -119,9 +119,9 @@ def encode_body(
         if step and threads_of(rows, row * t.element_size()) == 1:
             given = data.numpy().view(_UNITS[t.dtype.itemsize]), KINDS[t.dtype]
             used = _bounded_at_once(*given, bound, step, rows, window if references else -1, out)
-            if used > 0:
+            if used >= 0:
                 return used
-            if not used:
+            if used == vector_bodies().NO_SHORTER:
                 return _write(BodyHeader(distinct_rows=rows), [data.numpy()], out)
         elif step:
             found = _bounded(t, bound, step, rows, row, window if references else -1)
@@ -154,7 +154,7 @@ def _bounded_at_once(
 ) -> int:
     """Write the body of codes of values of a kind, their bits, by one kernel; return its bytes.
 
-    0 where it is no shorter than the tensor, -1 where too few elements have a code.
+    NO_SHORTER or NO_CODES where that kernel returns it.
     """
     codes = np.empty(len(x), np.int16)
     units = _wide(codes, rows, 2 * len(x) // rows)
@@ -163,7 +163,7 @@ def _bounded_at_once(
     inverse = np.float32(1 / np.float32(step))
     given = (x, kind, np.float32(step), inverse, bound, codes, units, window or 0)
     used: int = call(vector_bodies().put_bounded, *given, facts, out[begin:])
-    if used <= 0:
+    if used < 0:
         return used
     references, index_bits, distinct, coding, width, symbols, least, outliers = facts.tolist()
     header = BodyHeader(

@@ -30,6 +30,8 @@ INDEX, WINDOW, CODED = (
 )
 FIXED, HUFFMAN = int(RowCoding.FIXED), int(RowCoding.HUFFMAN)
 RAW, SPLIT = int(RowCoding.RAW), int(RowCoding.SPLIT)
+#: What `put_bounded` returns in place of bytes.
+NO_SHORTER, NO_CODES = -1, -2
 
 
 @njit(nogil=True, cache=True)
@@ -261,11 +263,10 @@ def put_bytes(elements, raw_words, facts, out):
 def put_bounded(x, kind, step, inverse, bound, codes, units, window, facts, out):
     """Write the sections of rows whose elements become codes; return the bytes.
 
-    -1: too few elements have a code. 0: they are no shorter than the rows. Parameters: as for
-    `code_rows`; ``window`` 0 for all rows before, -1 to look for none; ``out`` uint8, as many as
-    the rows have. ``facts``, int64, gets the kind of references, the bits of their fields, the
-    distinct rows, the coding, the bits of a field and the symbols of a code, the least code and
-    the outliers.
+    NO_CODES: too few elements have one. NO_SHORTER: than the rows. Parameters: as for `code_rows`;
+    ``window`` 0 for all rows before, -1 to look for none; ``out`` uint8, as many as the rows have.
+    ``facts``, int64, gets the kind of references, the bits of their fields, the distinct rows, the
+    coding, the bits of a field and the symbols of a code, the least code and the outliers.
     """
     rows = units.shape[0]
     row = len(codes) // rows
@@ -276,7 +277,7 @@ def put_bounded(x, kind, step, inverse, bound, codes, units, window, facts, out)
     facts[0], facts[1], facts[2] = 0, 0, rows
     facts[6], facts[7] = least, outliers
     if least > found[1] or outliers * (4 + x.itemsize) >= x.nbytes:
-        return -1
+        return NO_CODES
     by_row = codes.reshape((rows, row))
     of_outliers = outliers + words_of_bits(8 * x.itemsize * outliers)
     words = np.empty(most_words(2 * rows) + of_outliers + most_words(len(codes)), np.uint32)
@@ -302,6 +303,6 @@ def put_bounded(x, kind, step, inverse, bound, codes, units, window, facts, out)
     n_bytes = 4 * used
     # Headers of codes are longer than those of rows as they are.
     if n_bytes + BODY_HEADER_BYTES + CODE_HEADER_BYTES >= BODY_HEADER_BYTES + x.nbytes:
-        return 0
+        return NO_SHORTER
     out[:n_bytes] = words[:used].view(np.uint8)
     return n_bytes
