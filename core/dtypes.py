@@ -47,16 +47,23 @@ def dense(t: torch.Tensor) -> torch.Tensor:
     A contiguous tensor may have other strides: a dimension of one element, as in
     ``torch.randn(2)[::2]``, keeps any stride, and torch then refuses to view another dtype.
     """
-    if t.dim() == 1 and t.stride(0) == 1 and not t.is_conj() and not t.is_neg():
+    if _in_order(t) and not t.is_conj() and not t.is_neg():  # most tensors: no more views
         return t.detach()
     # The memory of lazy conjugates and negatives holds other bits than their values.
     found = t.detach().resolve_conj().resolve_neg().contiguous()
+    if _in_order(found):
+        return found
     strides, step = [], 1
     for size in reversed(found.shape):
         strides.append(step)
         step *= max(1, size)
     strides.reverse()
     return found if found.stride() == tuple(strides) else found.as_strided(found.shape, strides)
+
+
+def _in_order(t: torch.Tensor) -> bool:
+    """Return whether a tensor of one or two dimensions has the strides of its shape."""
+    return 0 < t.dim() < 3 and t.stride() == t.shape[1:] + (1,)
 
 
 def flat_bytes(t: torch.Tensor) -> torch.Tensor:

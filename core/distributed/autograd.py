@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import threading
 from collections.abc import Mapping, Sequence
@@ -14,7 +15,7 @@ from ..devices import checked_device
 from ..engine.codecs import check_tensor_argument
 from ..engine.codecs.base import check_integer
 from ..engine.kernels.vector_format import KINDS
-from ..errors import ArgumentError, CorruptedDataError
+from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError
 from .bounds import ErrorBound, checked_bound
 from .buffers import MOST_BYTES
 from .caller import Caller, checked_codec
@@ -97,7 +98,8 @@ class CompressedAllToAll:
     Notes
     -----
     One thread at a time: a second one is refused. After an exchange that failed, every call raises:
-    ranks may have come apart.
+    ranks may have come apart. Gradients have none of their own: who differentiates a second time is
+    refused. `copy.deepcopy` makes another object with the same group and state.
 
     Examples
     --------
@@ -144,6 +146,16 @@ class CompressedAllToAll:
             raise ArgumentError(
                 "error_bound, backward: a bound with codec='raw', which loses nothing"
             )
+        self._options: dict[str, Any] = {
+            "error_bound": self.error_bound,
+            "backward": backward,
+            "error_feedback": error_feedback,
+            "codec": codec,
+            "pieces": pieces,
+            "seed": seed,
+            "decide_every": decide_every,
+            "buffer_bytes": buffer_bytes,
+        }
         self.iteration = 0
         self._planned = tables is not None
         self._states = states_of(tables, self.error_bound)
@@ -160,6 +172,24 @@ class CompressedAllToAll:
         self._plans = Kept[CallPlan]()
         self._backward_calls = 0
         self._entered = threading.Lock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CompressedAllToAll:
+        """Return another one of the same group and state, as all ranks do; it counts anew."""
+        tables = [each.table for each in self._states.values() if each.table is not None]
+        made = CompressedAllToAll(self.group, tables or None, device=self._device, **self._options)
+        made.load_state_dict(copy.deepcopy(self.state_dict(), memo))
+        return made
+
+    def __copy__(self) -> CompressedAllToAll:
+        """Return what `copy.deepcopy` does: no two share what they count."""
+        return copy.deepcopy(self)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled, with `ArgumentTypeError`."""
+        raise ArgumentTypeError(
+            "CompressedAllToAll: its group is of this process alone, and it cannot be pickled; "
+            "save its state_dict()"
+        )
 
     def __call__(
         self,
@@ -378,7 +408,8 @@ class CompressedAllToAll:
             ``"forward"`` and ``"backward"``: calls, bytes and the seconds of each stage.
             ``"tables"``: by name raw and moved bytes each way, how rows and gradients are written,
             class, homogenisation index and the bound of the next call; of one without a name when
-            none were planned. ``"modes"``: each way ``"compressed"``, ``"pieces"`` or ``"plain"``.
+            none were planned. ``"modes"``: each way ``"compressed"``, ``"pieces"`` or ``"plain"``,
+            which is torch's own collective.
             ``"feedback_bytes"``: what error feedback keeps; ``"buffer_bytes"``: buffers of
             messages, those that are kept and those of calls under way.
         """
@@ -387,7 +418,7 @@ class CompressedAllToAll:
             "forward": dataclasses.asdict(forward),
             "backward": dataclasses.asdict(backward),
             "tables": {name: s.stats(self.iteration) for name, s in self._states.items()},
-            "modes": dict(zip(("forward", "backward"), self._caller.decision.modes, strict=True)),
+            "modes": dict(zip(("forward", "backward"), self._caller.modes, strict=True)),
             "feedback_bytes": self._rounder.nbytes,
             "buffer_bytes": self._caller.buffers.nbytes,
         }

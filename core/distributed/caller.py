@@ -97,6 +97,8 @@ class Caller:
         given = {} if every is None else {"every": every}
         self.decision = Decision(ways=ways, pieces=pieces, **given)
         self._pieces = pieces
+        #: False where rows on their device do not cross, or have no codec there.
+        self._codes = True
         self._lane: ThreadLane | None = None
         self._model: NetworkModel | None = None
         self._kinds = Kinds()
@@ -154,6 +156,15 @@ class Caller:
         Else torch's own collective delivers all bytes.
         """
         return not self.is_plain(way) or (self.codec == "auto" and self.decision.decides_next(way))
+
+    @property
+    def modes(self) -> list[str]:
+        """How exchanges cross, each way: as was decided, or given."""
+        if self.codec == "raw" or not self._codes:
+            return [PLAIN] * len(self.counters)
+        if self.codec == "auto":
+            return list(self.decision.modes)
+        return [self._mode(way) for way in range(len(self.counters))]
 
     def _mode(self, way: int) -> str:
         """Return how the next exchange crosses; nothing is decided but by "auto"."""
@@ -362,7 +373,8 @@ class Caller:
         codes = device.type in BoundedVectorCodec.device_types
         alone = group.size() == 1 and not self.own_rows_cross
         layout = layout or self.layout_of(group, tables)
-        if self.codec == "raw" or not codes or alone:
+        self._codes = codes and not alone
+        if self.codec == "raw" or not self._codes:
             # Without counting: nothing is decided.
             return self._plain(group, tables, self.counters[way], layout, async_op=async_op)
         self.faults.check()

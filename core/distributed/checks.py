@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -56,7 +57,8 @@ def check_rows(
 
 def sizes_of(argument: str, given: Any, table: str = "") -> tuple[int, ...] | None:
     """Return sizes by rank as integers, None where none are given, or refuse what has none."""
-    return None if given is None else sizes_by_table(argument, {table: given})[table]
+    # An empty list is none, as torch has it.
+    return None if given is None else sizes_by_table(argument, {table: given})[table] or None
 
 
 def sizes_by_table(argument: str, given: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
@@ -64,7 +66,7 @@ def sizes_by_table(argument: str, given: Mapping[str, Any]) -> dict[str, tuple[i
     found = {}
     for table, sizes in given.items():
         try:
-            found[table] = tuple(map(int, sizes))
+            found[table] = tuple(map(operator.index, sizes))
         except (TypeError, ValueError):
             raise ArgumentTypeError(
                 f"{named(argument, table)}: expected a size for each rank, got {sizes!r:.60}"
@@ -173,12 +175,17 @@ def row_of(t: torch.Tensor, row_shape: Sequence[int] | None) -> int:
     own = math.prod(t.shape[1:])
     if row_shape is None:
         return own
-    given = math.prod(row_shape)
-    if given < 1:
-        raise ArgumentError(f"row_shape: {list(row_shape)}, expected sizes from 1")
-    if t.dim() > 1 and given != own:
-        raise ArgumentError(f"row_shape: {list(row_shape)}, rows are {list(t.shape[1:])}")
-    return given
+    try:
+        sizes = list(map(operator.index, row_shape))
+    except TypeError:
+        raise ArgumentTypeError(
+            f"row_shape: expected a sequence of int, got {row_shape!r:.60}"
+        ) from None
+    if min(sizes, default=1) < 1:
+        raise ArgumentError(f"row_shape: {sizes}, expected sizes from 1")
+    if t.dim() > 1 and math.prod(sizes) != own:
+        raise ArgumentError(f"row_shape: {sizes}, rows are {list(t.shape[1:])}")
+    return math.prod(sizes)
 
 
 def cut_rows(

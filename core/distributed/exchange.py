@@ -16,8 +16,8 @@ from ..errors import BitslabError, CorruptedDataError
 from .agreement import Difference
 from .buffers import Buffers
 from .faults import ExchangeError, Faults, cause_of
-from .layout import Layout, Rows, sizes_of_tables, spans_of
-from .messages import Array, decode_part, encode_part, most_part_bytes
+from .layout import Layout, Rows, sizes_of_tables
+from .messages import Array, decode_part, encode_part
 from .pairs import FIRST, LONG, Pairs
 from .stats import Counters
 from .wire import (
@@ -121,6 +121,7 @@ class Exchange:
         self._others = [rank for rank in range(self._size) if rank != self._rank]
         if layout is None:
             layout = Layout(sizes_of_tables(tables), self._rank, self._size, self._rank)
+        self._layout = layout
         self._calls = turn.calls
         self._agreement = layout.agreement(pieces, turn.decide_every, len(numbers))
         self._compared = False
@@ -161,10 +162,12 @@ class Exchange:
             self._buffers.forget(*self._taken)
             raise
         self._buffers.give(*self._taken)
+        rank = self._rank
         for table in self._tables:
-            own = torch.split(table.sent, list(table.send_rows))[self._rank]
-            torch.split(table.received, list(table.receive_rows))[self._rank].copy_(own)
-            self._counters.raw_bytes += table.raw_bytes(self._rank)
+            if rows := table.send_rows[rank]:
+                first = sum(table.send_rows[:rank])
+                table.received_parts()[rank].copy_(table.sent[first : first + rows])
+            self._counters.raw_bytes += table.raw_bytes(rank)
         self._counters.calls += 1
         return found.numbers
 
@@ -254,30 +257,25 @@ class Exchange:
     def _encode(self, piece: int) -> _Sent:
         """Return the messages of a piece."""
         started = time.perf_counter()
-        spans = [spans_of(table.send_rows, piece, self._pieces) for table in self._tables]
-        most = sum(
-            PART_SIZE.size + most_part_bytes(rows, table.row_bytes)
-            for table, of_table in zip(self._tables, spans, strict=True)
-            for to, (_, rows) in enumerate(of_table)
-            if to != self._rank
-        )
+        spans = self._layout.sent_spans(piece, self._pieces)
+        most = self._layout.sent_room(piece, self._pieces)
         data = self._take(most + self._head_bytes * self._size)
         out = data.numpy()
         places, sizes, at = [0] * self._size, [0] * self._size, 0
         for to in self._others:
             places[to] = at
             begin = at = at + self._head_bytes
-            parts = [i for i, of_table in enumerate(spans) if of_table[to][1]]
+            parts = spans[to]
             at += PART_SIZE.size * max(0, len(parts) - 1)
-            for number, i in enumerate(parts):
-                table, (first, rows) = self._tables[i], spans[i][to]
+            for number, (i, _, first, rows) in enumerate(parts):
+                table = self._tables[i]
                 repeats = table.repeats[to] if table.repeats else None
                 used, by_id = encode_part(
                     table.sent[first : first + rows],
                     float(table.bound),
                     table.candidate,
                     repeats,
-                    out[at : at + most_part_bytes(rows, table.row_bytes)],
+                    out[at:],
                 )
                 if table.repeats and not by_id:
                     table.repeats[to] = None
@@ -291,15 +289,18 @@ class Exchange:
 
     def _decode(self, piece: int, received: _Received) -> None:
         started = time.perf_counter()
-        spans = [spans_of(table.receive_rows, piece, self._pieces) for table in self._tables]
+        spans = self._layout.received_spans(piece, self._pieces)
         for source in self._others:
-            parts = [i for i, of_table in enumerate(spans) if of_table[source][1]]
+            parts = spans[source]
             try:
                 cut = _cut(received.messages[source], len(parts))
-                for i, data in zip(parts, cut, strict=True):
-                    table, (first, rows) = self._tables[i], spans[i][source]
-                    places = decode_part(data, table.received[first : first + rows])
-                    table.places[source] = places
+                for (i, _, first, rows), data in zip(parts, cut, strict=True):
+                    table = self._tables[i]
+                    if self._pieces == 1:
+                        into = table.received_parts()[source]
+                    else:
+                        into = table.received[first : first + rows]
+                    table.places[source] = decode_part(data, into)
             except CorruptedDataError as error:
                 reason = f"message of rank {source} of the group: {error}"
                 self._faults.failed(reason, known_to_all=False, cause=DAMAGE)
@@ -315,8 +316,10 @@ class Exchange:
 
     def _expected(self) -> _Expected:
         """Let first messages of all ranks come."""
-        data = self._take(FIRST_BYTES * len(self._others))
-        buffers = dict(zip(self._others, torch.split(data, FIRST_BYTES), strict=False))
+        others = self._others
+        data = self._take(FIRST_BYTES * len(others))
+        places = range(0, FIRST_BYTES * len(others), FIRST_BYTES)
+        buffers = {to: data[at : at + FIRST_BYTES] for to, at in zip(others, places, strict=True)}
         return self._faults.stage("sizes", lambda: (buffers, Pairs(self._group, buffers, FIRST)))
 
     def _first_messages(self, sent: _Sent) -> tuple[list[int], dict[int, torch.Tensor]]:

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from .checks import rows_of
 from .parts import Call
@@ -50,8 +51,13 @@ class AllToAllFunction(torch.autograd.Function):
         return tuple(results)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        """Send gradients back, those of copies of a row as their sum."""
+        """Send gradients back, those of copies of a row as their sum.
+
+        What was sent back is no function of the gradients for autograd: who differentiates once
+        more is refused, and gets no zeros.
+        """
         owner, group, call = ctx.call
         plan = call.plan
         given = [rows_of(gradients[i], plan.parts[i].row) for i in plan.with_gradients]

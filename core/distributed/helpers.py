@@ -6,6 +6,7 @@ import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -46,11 +47,15 @@ def helper_of(group: dist.ProcessGroup, device_type: str = "cpu") -> Helper:
     of_group = _helpers.setdefault(group, {})
     if device_type not in of_group:
         _make_as_many_groups(group, device_type)
+        ranks = dist.get_process_group_ranks(group)
+        # Messages go by a rank's place in the group, which may be in another order than the ranks.
+        order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
         own = dist.new_group(
-            dist.get_process_group_ranks(group),
+            ranks,
             backend="nccl" if device_type == "cuda" else "gloo",
             timeout=timeout_of(group, device_type),
             use_local_synchronization=True,
+            **order,
         )
         device, stream = torch.device(device_type), None
         if device_type == "cuda":

@@ -10,7 +10,8 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 
 from .agreement import Agreement, TableSizes
-from .messages import REFERENCES, Array, Candidate, Repeats
+from .messages import REFERENCES, Array, Candidate, Repeats, most_part_bytes
+from .wire import PART_SIZE
 
 #: Things that are kept at most, such as layouts: sizes hardly change from step to step, or in each.
 MOST_KEPT = 16
@@ -200,6 +201,7 @@ class Layout:
         self.all_raw_bytes = sum(self.raw_bytes)
         self.wide = [i for i, n in enumerate(self.row_bytes) if n]
         self._agreements: dict[tuple[int, int, int], Agreement] = {}
+        self._rooms: dict[tuple[int, int], int] = {}
         self._spans: dict[tuple[bool, int, int], list[list[Span]]] = {}
 
     def agreement(self, pieces: int, decide_every: int, numbers: int = 0) -> Agreement:
@@ -221,6 +223,18 @@ class Layout:
     def sent_spans(self, piece: int, pieces: int) -> list[list[Span]]:
         """Return by rank the rows of tables that cross to it, in the order of the tables."""
         return self._spans_of(True, piece, pieces)
+
+    def sent_room(self, piece: int, pieces: int) -> int:
+        """Return the bytes that messages of a piece take at most, without what goes before them."""
+        key = piece, pieces
+        found = self._rooms.get(key)
+        if found is None:
+            found = self._rooms[key] = sum(
+                PART_SIZE.size + most_part_bytes(span.rows, self.row_bytes[span.table])
+                for spans in self.sent_spans(piece, pieces)
+                for span in spans
+            )
+        return found
 
     def received_spans(self, piece: int, pieces: int) -> list[list[Span]]:
         """Return by rank the rows of tables that come from it."""

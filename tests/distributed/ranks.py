@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import sys
@@ -151,6 +152,9 @@ def lossless(rank: int, ranks: int) -> dict[str, bool]:
     seen["no splits"] = all_to_all_single(found, even) is None
     dist.all_to_all_single(expected.view(torch.int32), even.view(torch.int32))
     seen["no splits equal"] = same_bits(found, expected)
+    found.zero_()
+    all_to_all_single(found, even, [], [])
+    seen["empty splits"] = same_bits(found, expected)
     flat = torch.empty(even.numel())
     all_to_all_single(flat, even.view(-1), row_shape=(4,))
     seen["flat"] = same_bits(flat.view(-1, 4), expected)
@@ -224,6 +228,17 @@ def subgroup(rank: int, ranks: int) -> dict[str, bool]:
                 work.wait()
             dist.all_to_all_single(expected, t, group=pair)
             seen[f"pair {async_op}"] = torch.equal(found, expected)
+    turned = list(range(ranks))[::-1]
+    if "sort_ranks" in inspect.signature(dist.new_group).parameters:
+        other_order = dist.new_group(turned, sort_ranks=False)
+        rows = torch.arange(2.0 * ranks).view(ranks, 2) + 100 * rank
+        for async_op in (False, True):
+            found, expected = torch.empty_like(rows), torch.empty_like(rows)
+            work = all_to_all_single(found, rows, group=other_order, async_op=async_op)
+            if async_op:
+                work.wait()
+            dist.all_to_all_single(expected, rows, group=other_order)
+            seen[f"other order {async_op}"] = torch.equal(found, expected)
     own = torch.empty_like(t)
     all_to_all_single(own, t, group=alone, error_bound=None)
     seen["alone"] = torch.equal(own, t)
@@ -456,6 +471,20 @@ def bad_arguments(rank: int, ranks: int) -> dict[str, str]:
         "strides": lambda: all_to_all_single(torch.empty(2, 4).t(), t),
         "rows": lambda: all_to_all_single(torch.empty(4, 3), t),
         "row_shape": lambda: all_to_all_single(out, t, row_shape=(3,)),
+        "integer row_shape": lambda: all_to_all_single(
+            torch.empty(8),
+            torch.ones(8),
+            row_shape=2,  # type: ignore[arg-type]
+        ),
+        "negative row_shape": lambda: all_to_all_single(
+            torch.empty(8), torch.ones(8), row_shape=(-2, -1)
+        ),
+        "float splits": lambda: all_to_all_single(
+            out,
+            t,
+            [2.5, 1.5],  # type: ignore[list-item]
+            [2.5, 1.5],  # type: ignore[list-item]
+        ),
         "flat splits": lambda: all_to_all_single(
             torch.empty(8), torch.ones(8), [4, 4], [3, 5], row_shape=(2,)
         ),

@@ -329,6 +329,22 @@ def test_only_auto_goes_on_in_the_mode_of_a_state() -> None:
             assert exchange._caller.is_plain(way) is plain
 
 
+@pytest.mark.parametrize(
+    ("codec", "pieces", "mode"),
+    [
+        ("raw", 1, PLAIN),
+        ("raw", 3, PLAIN),
+        ("compressed", 1, COMPRESSED),
+        ("compressed", 3, PIECES),
+        ("auto", 1, COMPRESSED),
+        ("auto", 3, PIECES),
+    ],
+)
+def test_stats_say_how_rows_cross(codec: str, pieces: int, mode: str) -> None:
+    exchange = CompressedAllToAll(codec=codec, pieces=pieces)
+    assert exchange.stats()["modes"] == {"forward": mode, "backward": mode}
+
+
 def test_states_of_other_tables_are_refused():
     one = CompressedAllToAll(tables=[Table("a", 2)], error_bound="adaptive")
     state = one.state_dict()

@@ -15,7 +15,13 @@ from hypothesis import strategies as st
 import bitslab
 from bitslab.engine.codecs import Blob, BoundedVectorCodec, VectorLzCodec
 from bitslab.engine.codecs.blob import HEADER_BYTES
-from bitslab.engine.codecs.vectors import encoding, finite_range
+from bitslab.engine.codecs.vectors import (
+    decode_body,
+    decoding,
+    encode_body,
+    encoding,
+    finite_range,
+)
 from bitslab.engine.kernels.cpu import floats, vectors
 from bitslab.engine.kernels.vector_format import (
     KINDS,
@@ -222,6 +228,68 @@ def test_noise_is_kept_raw():
     blob = VectorLzCodec().encode(t)
     assert blob.nbytes == HEADER_BYTES + raw_body_bytes(t.nbytes)
     assert torch.equal(VectorLzCodec().decode(blob), t)
+
+
+def with_outliers(t: torch.Tensor) -> torch.Tensor:
+    t[3, 1], t[40, 2], t[41, 0] = math.nan, math.inf, 3e4
+    return t
+
+
+#: Rows, bound and window by what their bodies have.
+BODIES: dict[str, tuple[torch.Tensor, float, int | None]] = {
+    "references by number": (rows_of(700, 16, 400), 0.03, None),
+    "references that are coded": (rows_of(3000, 8, 9), 0.03, None),
+    "references in a window": (rows_of(500, 16, 30), 0.03, 64),
+    "no references": (rows_of(300, 40, 300), 0.1, -1),
+    "outliers": (with_outliers(rows_of(700, 16, 400)), 0.03, None),
+    "codes of many values": (rows_of(64, 50, 64), 1e-5, None),
+    "codes of a bit": (torch.sign(rows_of(2000, 16, 1999)), 1.0, None),
+    "one value": (torch.ones(40, 5), 0.5, None),
+    "one value, no references": (torch.ones(40, 5), 0.5, -1),
+    "one row": (rows_of(1, 3000, 1), 0.1, None),
+}
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("name", BODIES)
+def test_one_kernel_codes_as_several_threads_do(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows, bound, window = BODIES[name]
+    rows = rows.to(dtype)
+    bodies, found, refused = [], [], []
+    damaged = np.random.default_rng(len(name))
+    for threads in (1, 2):
+        for module in (encoding, decoding):
+            monkeypatch.setattr(module, "threads_of", lambda *_, n=threads: n)
+        out = np.zeros(raw_body_bytes(rows.nbytes), np.uint8)
+        used = encode_body(
+            rows, bound, None if window == -1 else window, out, references=window != -1
+        )
+        bodies.append(out[:used].tobytes())
+        t = torch.empty_like(rows)
+        decode_body(out[:used], t, bounded=True)
+        found.append(t)
+    assert bodies[0] == bodies[1] and len(bodies[0]) < rows.nbytes
+    assert same_bits(*found)
+    finite = rows.isfinite()
+    assert bool(((found[0].double() - rows.double()).abs()[finite] <= bound).all())
+    for _ in range(30):
+        body = np.frombuffer(bodies[0], np.uint8).copy()
+        body[damaged.integers(len(body))] ^= 1 << int(damaged.integers(8))
+        body = body[: len(body) - int(damaged.integers(6)) * int(damaged.integers(2))]
+        for threads in (1, 2):
+            monkeypatch.setattr(decoding, "threads_of", lambda *_, n=threads: n)
+            t = torch.full_like(rows, 7)
+            try:
+                decode_body(body, t, bounded=True)
+                refused.append("")
+            except bitslab.CorruptedDataError as error:
+                refused.append(str(error))
+                assert bool((t == 7).all())
+            found.append(t)
+        assert refused[-1] == refused[-2] and same_bits(found[-1], found[-2])
+    assert any(refused)
 
 
 def test_large_tensors_are_coded_by_several_threads():

@@ -9,8 +9,8 @@ import torch
 
 from ....dtypes import element_bytes, flat_bytes
 from ...kernels.cpu.compiling import call
-from ...kernels.cpu.loading import code_streams, equal_rows
-from ...kernels.cpu.threads import run_ranges
+from ...kernels.cpu.loading import code_streams, equal_rows, vector_reading
+from ...kernels.cpu.threads import run_ranges, threads_of
 from ...kernels.vector_format import (
     BODY_HEADER_BYTES,
     BYTE_SYMBOLS,
@@ -25,7 +25,7 @@ from ...kernels.vector_format import (
     raw_body_bytes,
     row_elements,
 )
-from .streams import Array, Reader, damaged
+from .streams import Array, Reader, aligned_words, damaged
 
 _UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -50,20 +50,23 @@ def decode_body(body: Array, out: torch.Tensor, *, bounded: bool) -> None:
     header = BodyHeader.from_bytes(body[: BODY_HEADER_BYTES + CODE_HEADER_BYTES].tobytes())
     if header is None:
         raise damaged("its body has no header")
-    _check(header, out, bounded)
+    rows, row = row_elements(out.shape)
+    _check(header, out, rows, row, bounded)
     rest, target = body[header.nbytes :], flat_bytes(out).numpy()
+    row_bytes = row * out.element_size()
     if len(body) == raw_body_bytes(out.nbytes):
         if header != BodyHeader(distinct_rows=header.distinct_rows):
             raise damaged("it is as long as the raw tensor, and not raw")
         target[:] = rest
         return
-    rows, row = row_elements(out.shape)
+    if header.coding in WITH_CODES and len(target) and threads_of(rows, row_bytes) == 1:
+        _decode_at_once(rest, header, target.view(_UNSIGNED[out.element_size()]), rows, out.dtype)
+        return
     reader = Reader(rest)
     places = _places(reader, header, rows)
     elements = header.distinct_rows * row
     kept = _distinct(reader, header, out.dtype, elements)
     reader.end()
-    row_bytes = row * out.element_size()
     if places is None:
         target[:] = kept.view(np.uint8)
         return
@@ -74,9 +77,36 @@ def decode_body(body: Array, out: torch.Tensor, *, bounded: bool) -> None:
     run_ranges(lambda b, e: call(kernel, source, places, to, b, e), rows, row_bytes)
 
 
-def _check(header: BodyHeader, out: torch.Tensor, bounded: bool) -> None:
+def _decode_at_once(
+    rest: Array, header: BodyHeader, target: Array, rows: int, dtype: torch.dtype
+) -> None:
+    """Write the elements of sections of codes to `target`, unsigned ``[n]``, by one kernel."""
+    n_bytes = len(rest)
+    if n_bytes % 4:  # damaged, mostly
+        rest = np.append(rest, np.zeros(-n_bytes % 4, np.uint8))
+    kernels = vector_reading()
+    found = call(
+        kernels.read_coded,
+        aligned_words(rest),
+        n_bytes,
+        int(header.references),
+        header.index_bits,
+        header.distinct_rows,
+        int(header.coding),
+        header.code_bits,
+        header.outliers,
+        header.symbols,
+        header.least,
+        np.float32(header.step),
+        KINDS[dtype],
+        target.reshape(rows, -1),
+    )
+    if found:
+        raise damaged(kernels.DAMAGES[-1 - found])
+
+
+def _check(header: BodyHeader, out: torch.Tensor, rows: int, row: int, bounded: bool) -> None:
     """Refuse a header whose numbers do not fit each other or the tensor."""
-    rows, row = row_elements(out.shape)
     coded = header.coding in WITH_CODES
     distinct = header.distinct_rows
     whole = header.references is References.NONE
@@ -156,13 +186,9 @@ def _distinct(reader: Reader, header: BodyHeader, dtype: torch.dtype, elements: 
 
 def values_of(least: int, count: int, step: float, dtype: torch.dtype) -> Array:
     """Return the bits of the values of `count` codes from the least one on."""
-    if dtype == torch.float32:
-        with np.errstate(over="ignore"):  # of a damaged step
-            exact = np.arange(least, least + count, dtype=np.float32) * np.float32(step)
-        return exact.view(np.uint32)
-    codes = torch.arange(least, least + count, dtype=torch.float32)
-    values = (codes * torch.tensor(step, dtype=torch.float32)).to(dtype)
-    return np.asarray(flat_bytes(values).numpy().view(_UNSIGNED[dtype.itemsize]))
+    values = np.empty(count, _UNSIGNED[dtype.itemsize])
+    call(equal_rows().values_of_codes, least, np.float32(step), KINDS[dtype], values)
+    return values
 
 
 def _aligned(data: Array, size: int) -> Array:

@@ -14,7 +14,9 @@ from ...kernels.cpu.compiling import call
 from ...kernels.cpu.loading import equal_rows, vector_bodies
 from ...kernels.cpu.threads import run_ranges, threads_of
 from ...kernels.vector_format import (
+    BODY_HEADER_BYTES,
     BYTE_SYMBOLS,
+    CODE_HEADER_BYTES,
     CODE_LIMIT_BITS,
     KINDS,
     MOST_SYMBOLS,
@@ -75,12 +77,18 @@ def finite_range(t: torch.Tensor) -> tuple[float, float]:
         call(kernel, *given, found, begin, end)
         return found
 
-    found = run_ranges(work, len(x), x.itemsize)
-    least, largest = min(int(f[0]) for f in found), max(int(f[1]) for f in found)
+    parts = run_ranges(work, len(x), x.itemsize)
+    keys = parts[0]
+    if len(parts) > 1:
+        keys = np.array([min(part[0] for part in parts), max(part[1] for part in parts)])
+    least, largest = keys.tolist()
     if least > largest:
         return math.inf, -math.inf
-    bits = np.array([equal_rows().key_of(key, highest) for key in (least, largest)], signed)
-    low, high = torch.from_numpy(bits).view(t.dtype).tolist()
+    key_of = equal_rows().key_of
+    bits = np.array([key_of(least, highest), key_of(largest, highest)], signed)
+    if t.dtype == torch.bfloat16:
+        bits = bits.astype(np.int32) << 16
+    low, high = bits.view(np.float16 if t.dtype == torch.float16 else np.float32).tolist()
     return low, high
 
 
@@ -108,7 +116,14 @@ def encode_body(
     found: tuple[BodyHeader, list[Array]] | None = None
     if rows and row:
         step = step_of(bound) if bound > 0 else 0.0
-        if step:
+        if step and threads_of(rows, row * t.element_size()) == 1:
+            given = data.numpy().view(_UNITS[t.dtype.itemsize]), KINDS[t.dtype]
+            used = _bounded_at_once(*given, bound, step, rows, window if references else -1, out)
+            if used >= 0:
+                return used
+            if used == vector_bodies().NO_SHORTER:
+                return _write(BodyHeader(distinct_rows=rows), [data.numpy()], out)
+        elif step:
             found = _bounded(t, bound, step, rows, row, window if references else -1)
         if found is None:
             found = _every_bit(t, data.numpy(), rows, window if references else -1)
@@ -132,6 +147,38 @@ def _write(header: BodyHeader, sections: list[Array], out: Array) -> int:
 
 def _bits(t: torch.Tensor) -> Array:
     return flat_bytes(t).numpy().view(_UNITS[t.dtype.itemsize])
+
+
+def _bounded_at_once(
+    x: Array, kind: int, bound: float, step: float, rows: int, window: int | None, out: Array
+) -> int:
+    """Write the body of codes of values of a kind, their bits, by one kernel; return its bytes.
+
+    NO_SHORTER or NO_CODES where that kernel returns it.
+    """
+    codes = np.empty(len(x), np.int16)
+    units = _wide(codes, rows, 2 * len(x) // rows)
+    facts = np.empty(8, np.int64)
+    begin = BODY_HEADER_BYTES + CODE_HEADER_BYTES
+    inverse = np.float32(1 / np.float32(step))
+    given = (x, kind, np.float32(step), inverse, bound, codes, units, window or 0)
+    used: int = call(vector_bodies().put_bounded, *given, facts, out[begin:])
+    if used < 0:
+        return used
+    references, index_bits, distinct, coding, width, symbols, least, outliers = facts.tolist()
+    header = BodyHeader(
+        RowCoding(coding),
+        References(references),
+        width,
+        index_bits,
+        distinct,
+        outliers,
+        step,
+        least,
+        symbols,
+    )
+    out[:begin] = np.frombuffer(header.to_bytes(), np.uint8)
+    return begin + used
 
 
 def _bounded(

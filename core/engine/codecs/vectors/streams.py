@@ -98,7 +98,7 @@ def packed_fields(values: Array, least: int, width: int) -> Array:
 
 def unpacked_fields(data: Array, count: int, width: int, dtype: Any = np.uint32) -> Array:
     """Return the fields ``[count]`` of `width` bits, at most 32, that bytes consist of."""
-    words = _aligned_words(data)
+    words = aligned_words(data)
     out = np.zeros(count, dtype)
     kernel = code_streams().read_fields
     if width:
@@ -106,8 +106,8 @@ def unpacked_fields(data: Array, count: int, width: int, dtype: Any = np.uint32)
     return out
 
 
-def _aligned_words(data: Array) -> Array:
-    # A body begins anywhere in a message.
+def aligned_words(data: Array) -> Array:
+    """Return bytes as words; a body begins anywhere in a message."""
     return (data if data.ctypes.data % 4 == 0 else data.copy()).view(np.uint32)
 
 
@@ -132,7 +132,7 @@ class Reader:
         CorruptedDataError
             When there are fewer; so do all that follow.
         """
-        return _aligned_words(self.bytes(4 * count))
+        return aligned_words(self.bytes(4 * count))
 
     def bytes(self, count: int) -> Array:
         """Return the next bytes, uint8, and leave out those up to the next word."""

@@ -144,6 +144,15 @@ def vector_bodies() -> Any:
 
 
 @functools.cache
+def vector_reading() -> Any:
+    """Load the functions that read the sections of bodies of rows."""
+    load_optional("numba", extra=None, purpose="unpacking rows on the CPU")
+    from . import vector_reading
+
+    return vector_reading
+
+
+@functools.cache
 def code_streams() -> Any:
     """Load the functions of fields and streams of codes."""
     load_optional("numba", extra=None, purpose="packing rows on the CPU")

@@ -9,7 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from ..vector_format import (
+    BODY_HEADER_BYTES,
     BYTE_SYMBOLS,
+    CODE_HEADER_BYTES,
     CODE_LIMIT_BITS,
     LENGTH_BITS,
     MOST_SYMBOLS,
@@ -28,6 +30,8 @@ INDEX, WINDOW, CODED = (
 )
 FIXED, HUFFMAN = int(RowCoding.FIXED), int(RowCoding.HUFFMAN)
 RAW, SPLIT = int(RowCoding.RAW), int(RowCoding.SPLIT)
+#: What `put_bounded` returns in place of bytes.
+NO_SHORTER, NO_CODES = -1, -2
 
 
 @njit(nogil=True, cache=True)
@@ -68,6 +72,17 @@ def bits_of_codes(counts, lengths):
     for symbol in range(len(counts)):
         bits += counts[symbol] * np.int64(lengths[symbol])
     return bits
+
+
+@njit(nogil=True, cache=True)
+def least_bits_of_codes(counts):
+    """Return bits that no code takes fewer than for what was counted: the entropy, and no more."""
+    total, bits = np.int64(0), 0.0
+    for count in counts:
+        total += count
+        if count > 1:
+            bits -= count * np.log2(np.float64(count))
+    return max(np.int64(0), np.int64(bits + total * np.log2(np.float64(max(total, 1)))) - 1)
 
 
 @njit(nogil=True, cache=True)
@@ -134,10 +149,12 @@ def put_references(units, hashes, marks, window, row_bits, literals, facts, out)
     if window == 0 and distinct <= MOST_SYMBOLS and book_words + map_words <= most:
         counts = np.zeros(distinct, np.int64)
         count_codes(places, 0, counts, 0, n)
-        lengths = lengths_of_code(counts, CODE_LIMIT_BITS)
-        if words_of_stream(n, distinct, bits_of_codes(counts, lengths)) < most:
-            kind, width = CODED, 0
-            used = write_coded(places, 0, lengths, out)
+        # The best code takes long to find, and mostly is no shorter than fields.
+        if words_of_stream(n, distinct, least_bits_of_codes(counts)) < most:
+            lengths = lengths_of_code(counts, CODE_LIMIT_BITS)
+            if words_of_stream(n, distinct, bits_of_codes(counts, lengths)) < most:
+                kind, width = CODED, 0
+                used = write_coded(places, 0, lengths, out)
     if used < 0:
         out[:most] = 0
         fields = np.empty(n - distinct, np.int32)
@@ -240,3 +257,52 @@ def put_bytes(elements, raw_words, facts, out):
             rest[at] = elements[i, j]
             at += 1
     return used + others
+
+
+@njit(nogil=True, cache=True)
+def put_bounded(x, kind, step, inverse, bound, codes, units, window, facts, out):
+    """Write the sections of rows whose elements become codes; return the bytes.
+
+    NO_CODES: too few elements have one. NO_SHORTER: than the rows. Parameters: as for `code_rows`;
+    ``window`` 0 for all rows before, -1 to look for none; ``out`` uint8, as many as the rows have.
+    ``facts``, int64, gets the kind of references, the bits of their fields, the distinct rows, the
+    coding, the bits of a field and the symbols of a code, the least code and the outliers.
+    """
+    rows = units.shape[0]
+    row = len(codes) // rows
+    hashes = np.empty(rows if rows > 1 and window >= 0 else 0, np.uint64)
+    found = np.zeros(3, np.int64)
+    code_rows(x, kind, step, inverse, bound, codes, units, hashes, found, 0, rows)
+    least, outliers = found[0], found[2]
+    facts[0], facts[1], facts[2] = 0, 0, rows
+    facts[6], facts[7] = least, outliers
+    if least > found[1] or outliers * (4 + x.itemsize) >= x.nbytes:
+        return NO_CODES
+    by_row = codes.reshape((rows, row))
+    of_outliers = outliers + words_of_bits(8 * x.itemsize * outliers)
+    words = np.empty(most_words(2 * rows) + of_outliers + most_words(len(codes)), np.uint32)
+    literals = np.empty(rows, np.int32)
+    used = np.int64(0)
+    if len(hashes):
+        marks = np.zeros(rows, np.uint8)
+        if outliers:
+            mark_outliers(by_row, marks)
+        # Two bits for each code: fewer are rare.
+        used = np.int64(
+            put_references(units, hashes, marks, window, 2 * row, literals, facts, words)
+        )
+    distinct = facts[2]
+    kept = codes if distinct == rows else kept_rows(units, literals, distinct).view(np.int16)
+    if outliers:
+        values = x if distinct == rows else kept_rows(x.reshape((rows, row)), literals, distinct)
+        section = words[used : used + of_outliers]
+        section[:] = 0
+        put_outliers(kept, values, least, section, section[outliers:].view(x.dtype))
+        used += of_outliers
+    used += put_codes(kept, least, found[1] - least + 1, facts[3:], words[used:])
+    n_bytes = 4 * used
+    # Headers of codes are longer than those of rows as they are.
+    if n_bytes + BODY_HEADER_BYTES + CODE_HEADER_BYTES >= BODY_HEADER_BYTES + x.nbytes:
+        return NO_SHORTER
+    out[:n_bytes] = words[:used].view(np.uint8)
+    return n_bytes
