@@ -392,13 +392,6 @@ class SavedView:
         self.version = version
         copy.add_view(self)
 
-    def tensor_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, from the bytes of the copy."""
-        copy = self.copy
-        if copy.gaps is not None:
-            flat = copy.gaps.spread(flat)
-        return self.form.tensor_of(flat, copy.span.begin)
-
     def check_version(self) -> None:
         """Raise torch's error when the tensor was changed in place since it was saved.
 

@@ -179,8 +179,13 @@ class SavedForm:
             return t.detach().as_strided((self.elements,), (1,), self._first)
         return flat_span(t, storage, self.copied)
 
-    def tensor_of(self, flat: torch.Tensor, begin: int) -> torch.Tensor:
-        """Return the tensor, from bytes of its storage from `begin` on, in any shape and dtype."""
+    def tensor_of(self, flat: torch.Tensor, begin: int, gaps: Gaps | None = None) -> torch.Tensor:
+        """Return the tensor, from bytes of its storage from `begin` on, in any shape and dtype.
+
+        With `gaps` they are the elements alone that lie so from `begin` on.
+        """
+        if gaps is not None:
+            flat = gaps.spread(flat)
         dtype = self.dtype
         behind = int(self.begin - begin)
         if flat.dtype is not dtype:

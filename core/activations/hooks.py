@@ -467,7 +467,8 @@ class SavedTensorHooks:
             if not replaying and record.plan is not None:
                 self._fetch_planned(record, copy)
             flat = executor.bytes_of(copy, True if replaying else copy.is_read(packed))
-            t = flat if packed.form is copy.form else packed.tensor_of(flat)
+            form = packed.form
+            t = flat if form is copy.form else form.tensor_of(flat, copy.span.begin, copy.gaps)
         except Exception as error:
             error.add_note(f"bitslab: while reading {packed.name!r} for the backward pass")
             raise
@@ -508,7 +509,7 @@ class SavedTensorHooks:
         self._local.replays = getattr(self._local, "replays", 0) + 1
         try:
             flat = copy.bytes_of(True if replaying else copy.is_read(packed))
-            t = packed.tensor_of(flat)
+            t = packed.form.tensor_of(flat, copy.span.begin, copy.gaps)
         except Exception as error:
             error.add_note(f"bitslab: while reading {packed.name!r} for the backward pass")
             raise
