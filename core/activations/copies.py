@@ -15,7 +15,7 @@ from ..engine.memory.locks import current_process
 from ..engine.transfer import Event, Mark, StreamLane, ThreadTask
 from ..engine.versions import version_of
 from .disk import Ticket
-from .forms import SavedForm
+from .forms import Gaps, SavedForm
 from .guards import modified, version_witness
 from .host_packing import RawOnHost
 from .host_room import HostMemory
@@ -114,7 +114,7 @@ class StoredCopy:
         ``[n]`` over the bytes in the storage, of the dtype that saved it first; with `form` a
         tensor of that form that nobody else has, and of which witnesses of the version are made.
     span : Span
-        Which bytes of the storage these are.
+        Which bytes of the storage these are; with `gaps` what lies between is not meant.
     root : torch.Tensor
         The tensor whose version counter is meant; held weakly.
     version : int
@@ -155,6 +155,8 @@ class StoredCopy:
         When `fetched` is filled.
     restored : torch.Tensor or None
         ``[n]`` as `flat`, while saved tensors that were not read yet will want it.
+    restored_version : int
+        Its version counter when it was made.
     """
 
     # What most copies have not, or not yet, is an attribute of the class until then.
@@ -173,8 +175,12 @@ class StoredCopy:
     fetched: torch.Tensor | None = None
     arrived: Mark | None = None
     restored: torch.Tensor | None = None
-    #: The storage of what was restored last, while anybody uses it, and where it begins there.
-    shared: tuple[weakref.ref[torch.UntypedStorage], int] | None = None
+    restored_version = 0
+    #: Of what was restored last, while anybody uses it: the storage, where it begins there, and a
+    #: witness of `restored_version`.
+    shared: tuple[weakref.ref[torch.UntypedStorage], int, torch.Tensor] | None = None
+    #: Where its elements lie, if there are others between them.
+    gaps: Gaps | None = None
     #: The stream that computed when it was saved, and streams that may be reading the original.
     home: torch.cuda.Stream | None = None
     lanes: tuple[StreamLane, ...] = ()
@@ -199,7 +205,7 @@ class StoredCopy:
     ) -> None:
         self.name, self.form = name, form
         self.span = span
-        self.nbytes = span[1] - span[0]
+        self.nbytes = flat.nbytes
         self.root = weakref.ref(root)
         self.version = version
         self.made_in = made_in
@@ -226,22 +232,43 @@ class StoredCopy:
             or self.staged is not None
         )
 
-    def share(self, restored: torch.Tensor) -> None:
-        """Record what was restored, so that it is given again while somebody has a view of it."""
-        self.shared = weakref.ref(restored.untyped_storage()), int(restored.storage_offset())
+    def still_restored(self) -> torch.Tensor | None:
+        """Return what was restored last, while it is here as it was.
 
-    def still_shared(self) -> torch.Tensor | None:
-        """Return what was restored last while somebody has a view of it."""
-        if self.shared is None:
-            return None
-        ref, offset = self.shared
+        A backward pass may change what it is given in place: nobody else gets that.
+        """
+        restored = self.restored
+        if restored is None:
+            return None if self.shared is None else self._still_shared(*self.shared)
+        if version_of(restored) == self.restored_version:
+            return restored
+        self.restored = self.shared = None
+        return None
+
+    def _still_shared(
+        self, ref: weakref.ref[torch.UntypedStorage], offset: int, witness: torch.Tensor
+    ) -> torch.Tensor | None:
         storage = ref()
-        if storage is None:
+        if storage is None or version_of(witness) != self.restored_version:
             return None
-        found = torch.empty(0, dtype=self.dtype, device=self.device)
-        if self.form is not None:
-            return found.set_(storage, offset, self.form.shape, self.form.stride)
-        return found.set_(storage, offset, (self.elements,), (1,))
+        found, again = torch.empty(0, dtype=self.dtype, device=self.device), witness.detach()
+        if self.form is None:
+            again.data = found.set_(storage, offset, (self.elements,), (1,))
+        else:
+            again.data = found.set_(storage, offset, self.form.shape, self.form.stride)
+        return again
+
+    def restores(self, restored: torch.Tensor) -> None:
+        """Record what was restored anew.
+
+        It is given again while somebody has a view of it, as the graph of a backward pass has:
+        others are read once.
+        """
+        self.restored_version = version_of(restored)
+        self.shared = None
+        if torch.is_grad_enabled():
+            offset, witness = int(restored.storage_offset()), version_witness(restored)
+            self.shared = weakref.ref(restored.untyped_storage()), offset, witness
 
     def drop_original(self) -> None:
         """Give up the original's memory: with a `form` the tensor lives on as a witness."""

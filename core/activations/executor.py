@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 
@@ -493,16 +492,15 @@ class Executor:
             if original is not None and not (copy.is_lossy and self._is_read_packed(copy)):
                 # One with a form gives up its memory, in whatever thread, when it has crossed.
                 return original if copy.form is None else original.detach()
-            restored = copy.restored
-            if restored is None and copy.shared is not None:
-                restored = copy.still_shared()
+            restored = None
+            if copy.restored is not None or copy.shared is not None:
+                restored = copy.still_restored()
             if restored is None:
                 restored = self._restore(copy, current)
                 if copy.away is not None:
                     copy.away = None
                     self.traffic.returned(copy.nbytes)
-                offset = int(restored.storage_offset())
-                copy.shared = weakref.ref(restored.untyped_storage()), offset
+                copy.restores(restored)
             elif current is not None:
                 copy.use_here(restored, current)
             copy.restored = restored if more else None

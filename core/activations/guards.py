@@ -133,9 +133,12 @@ def _is_form(name: str) -> bool:
 
 
 def storages_of(tensors: Iterable[torch.Tensor | None]) -> set[int]:
-    """Return the numbers of the storages of tensors, while these live."""
+    """Return the numbers of the storages of tensors, while these live.
+
+    Tensors of a transform of torch.func, which ``functional_call`` gives a model, have none.
+    """
     return {
         id(t.untyped_storage())
         for t in tensors
-        if t is not None and type(t) in (torch.Tensor, nn.Parameter) and t.layout is torch.strided
+        if t is not None and type(t) in _PLAIN_TYPES and t.layout is _STRIDED and not _is_wrapped(t)
     }

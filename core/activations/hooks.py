@@ -21,7 +21,7 @@ from .executor import Executor
 from .forms import SavedForm
 from .guards import is_form_of_leaf, is_plain, unchanged
 from .host_room import HostMemoryError
-from .identity import CopyTable, Span, base_of, copied_span, flat_span, span_of
+from .identity import CopyTable, Span, base_of, span_of
 from .local_copies import LocalCopy, PackedCopy, packed_copy, replayed_copy
 from .lossy import ErrorSample
 from .moments import now
@@ -235,6 +235,8 @@ class SavedTensorHooks:
                     return t.detach(), version
                 current.copies[name] = weakref.ref(copy)
                 witness = None if whole is None else flat
+            if form.gaps is not None:
+                copy.gaps = form.gaps
             self._copies.add(storage, copy)
             if self._select is not None:
                 current.convert_kept(copy, storage)
@@ -264,8 +266,7 @@ class SavedTensorHooks:
             if self._select is not None:
                 current.keep(named, storage)
             if current.watcher is not None:
-                span = copied_span(span_of(t), storage.nbytes(), t.element_size())
-                flat = flat_span(t, storage, span)
+                flat = SavedForm(t, storage).copied_bytes(t, storage)
                 current.watcher.kept(named, counts.site, t, flat, begin)
             return named
         self._release_planned(current, counts.site)
@@ -467,7 +468,7 @@ class SavedTensorHooks:
                 self._fetch_planned(record, copy)
             flat = executor.bytes_of(copy, True if replaying else copy.is_read(packed))
             form = packed.form
-            t = flat if form is copy.form else form.tensor_of(flat, copy.span.begin)
+            t = flat if form is copy.form else form.tensor_of(flat, copy.span.begin, copy.gaps)
         except Exception as error:
             error.add_note(f"bitslab: while reading {packed.name!r} for the backward pass")
             raise
@@ -508,7 +509,7 @@ class SavedTensorHooks:
         self._local.replays = getattr(self._local, "replays", 0) + 1
         try:
             flat = copy.bytes_of(True if replaying else copy.is_read(packed))
-            t = packed.form.tensor_of(flat, copy.span.begin)
+            t = packed.form.tensor_of(flat, copy.span.begin, copy.gaps)
         except Exception as error:
             error.add_note(f"bitslab: while reading {packed.name!r} for the backward pass")
             raise

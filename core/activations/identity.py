@@ -13,8 +13,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
-#: A view of this share of its storage or more stands for the whole storage, so that parts that are
-#: saved one by one, as q, k and v of one product, are one copy.
+#: A view of this share of its root or more stands for all of it, so that parts that are saved one
+#: by one, as q, k and v of one product, are one copy.
 WHOLE_SHARE = 8
 
 
@@ -66,24 +66,28 @@ def flat_span(t: torch.Tensor, storage: torch.UntypedStorage, span: Span) -> tor
         )
 
 
-def copied_span(span: Span, storage_bytes: int, element_bytes: int) -> Span:
-    """Return the bytes to copy for a view: the whole storage, but for a small part of a large one.
+def copied_span(span: Span, whole: Span, element_bytes: int) -> Span:
+    """Return the bytes to copy for a view: all of its root, but for a small part of a large one.
+
+    What else is in the storage has version counters of its own, and may be changed while these
+    bytes are copied, as the chunks of ``unsafe_chunk`` are in an LSTM.
 
     Parameters
     ----------
     span : Span
         Bytes of the view.
-    storage_bytes : int
-        Those of the storage.
+    whole : Span
+        Those of its root.
     element_bytes : int
         Of an element: what is copied begins and ends with whole ones, counted from the storage's
         first byte.
     """
-    begin, end = span
-    if (end - begin) * WHOLE_SHARE < storage_bytes:
+    if span == whole or span.nbytes * WHOLE_SHARE < whole.nbytes:
         return span
-    whole = storage_bytes - storage_bytes % element_bytes
-    return span if begin == 0 and end == whole else Span(0, whole)
+    begin = whole.begin + -whole.begin % element_bytes
+    rounded = Span(begin, whole.end - whole.end % element_bytes)
+    # Strides that were set by hand reach beyond the root.
+    return rounded if rounded.holds(span) else span
 
 
 class Kept(Protocol):

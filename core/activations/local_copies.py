@@ -49,12 +49,10 @@ class LocalCopy(StoredCopy, ABC):
     def bytes_of(self, more: bool) -> torch.Tensor:
         """Return the bytes, ``[n]`` of its dtype; held while `more` views will be read soon."""
         on_gpu = self.device.type == "cuda"
-        flat = self.restored
-        if flat is None:
-            flat = self.still_shared()
+        flat = self.still_restored()
         if flat is None:
             flat = self._made()
-            self.share(flat)
+            self.restores(flat)
             if on_gpu:
                 self.restored_on = current_stream(self.device)
         elif on_gpu:

@@ -93,8 +93,10 @@ class Codecs:
             given: list[str | BlobCodec] = [name for name in USUAL_CODECS if is_codec_name(name)]
         elif isinstance(codecs, (str, BlobCodec)):
             given = [codecs]
-        else:
+        elif isinstance(codecs, Iterable):
             given = list(codecs)
+        else:
+            raise ArgumentTypeError(f"codecs: expected codecs or names of them, got {codecs!r:.60}")
         self._known: dict[str, type[BlobCodec] | BlobCodec] = {}
         for codec in given:
             name, found = _checked("codecs", codec)
@@ -355,6 +357,9 @@ def _checked(argument: str, codec: Any) -> tuple[str, type[BlobCodec] | BlobCode
         raise ArgumentTypeError(
             f"{argument}: expected the name of a codec or a BlobCodec, got {codec!r:.60}"
         )
+    if not is_codec_name(codec):
+        known = ", ".join(blob_codec_names())
+        raise ArgumentError(f"{argument}: {codec!r} is not known; known are {known}")
     found: Any = get_codec(codec)
     if not issubclass(found, BlobCodec):
         raise ArgumentError(

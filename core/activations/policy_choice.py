@@ -47,6 +47,8 @@ def policy_of(
     ArgumentError, ArgumentTypeError
         For options that do not go together, and values that are not accepted.
     """
+    if not isinstance(recompute, bool):
+        raise ArgumentTypeError(f"recompute: expected a bool, got {recompute!r:.60}")
     if memory is not None or slowdown is not None:
         return _planned(policy, codecs, memory, slowdown, recompute, select, profile_every)
     if policy == "auto":
@@ -73,8 +75,6 @@ def _planned(
         raise ArgumentError(
             f"lossy: {codecs.lossy!r} with memory or slowdown, whose plans return every bit"
         )
-    if not isinstance(recompute, bool):
-        raise ArgumentTypeError(f"recompute: expected a bool, got {recompute!r:.60}")
     if slowdown is None:
         slowdown = SLOWDOWN
     elif isinstance(slowdown, bool) or not isinstance(slowdown, int | float):

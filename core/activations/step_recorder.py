@@ -222,7 +222,7 @@ class StepRecorder:
                 self._first_of[kept.name] = each.site.name
                 self._event(begin)
                 return
-        span = copied_span(own, storage.nbytes(), t.element_size())
+        span = copied_span(own, span_of(root), t.element_size())
         self._add(kept, site, root, storage, span, flat, begin)
 
     def again(self, copy: StoredCopy, name: str, begin: Moment) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -146,6 +147,46 @@ def test_a_change_while_the_copy_is_under_way(monkeypatch: pytest.MonkeyPatch) -
     go.set()
     with pytest.raises(ModifiedInPlaceError):
         y.sum().backward()
+    offload.detach()
+
+
+class Clears(torch.autograd.Function):
+    """Its backward pass changes what it has saved, and holds it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, held: list[torch.Tensor]) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.held = held
+        return x.exp()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (x,) = ctx.saved_tensors
+        made = grad * x.exp()
+        with torch.no_grad():
+            ctx.held.append(x.zero_())
+        return made, None
+
+
+@pytest.mark.parametrize("again", ["by another node", "retained", "by a graph of it"])
+@pytest.mark.parametrize("policy", ["raw", "static", "host"])
+def test_a_backward_pass_that_changes_what_it_is_given(policy: str, again: str) -> None:
+    """torch refuses the next read; here nobody else gets what was changed."""
+    x = leaf()
+    with bitslab.ActivationOffload(policy, codecs="zvc", min_bytes=1, in_flight_bytes=0) as offload:
+        h = x * 2
+        y = h.sin().sum() if again == "by another node" else h.new_zeros(())
+        y = y + Clears.apply(h, []).sum()  # of which the backward pass runs first
+    del h
+    graph = again == "by a graph of it"
+    gradients = [
+        torch.autograd.grad(y, x, retain_graph=True, create_graph=graph)[0]
+        for _ in range(1 if again == "by another node" else 3)
+    ]
+    expected = 2 * (2 * x).exp()
+    if again == "by another node":
+        expected = expected + 2 * (2 * x).cos()
+    assert all(torch.equal(g, expected) for g in gradients)
     offload.detach()
 
 

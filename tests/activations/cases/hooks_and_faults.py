@@ -106,6 +106,28 @@ def hooks_disabled(t: Any) -> Tensors:
 
 
 @case
+def transforms_of_torch_func(t: Any) -> Tensors:
+    """``functional_call`` gives a model tensors that have no storage."""
+    model = t.seeded(small_model)
+    t.attach(model)
+    x = t.tensor(6, 8, grad=False)
+
+    def loss(weights: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = torch.func.functional_call(model, weights, (x,)).square().sum()
+        return made
+
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    several = {name: torch.stack([p, p * 2]) for name, p in weights.items()}
+    results = [*torch.func.grad(loss)(weights, x).values()]
+    results += torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x.unsqueeze(1)).values()
+    for p in several.values():
+        p.requires_grad_()
+    torch.func.vmap(loss, (0, None))(several, x).sum().backward()
+    model(x).square().sum().backward()
+    return [*results, *(p.grad for p in several.values()), *gradients(model)]
+
+
+@case
 def nested_contexts(t: Any) -> Tensors:
     x = t.tensor(8, 8)
     with t.context():

@@ -99,6 +99,63 @@ def small_part_of_a_large_storage(t: Any) -> Tensors:
     return [x.grad, y]
 
 
+class Holds(torch.autograd.Function):
+    """Saves tensors, and its backward pass keeps what it gets, with strides and bits of views."""
+
+    @staticmethod
+    def forward(ctx: Any, w: torch.Tensor, found: Tensors, *tensors: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(*tensors)
+        ctx.found = found
+        return w * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        for each in ctx.saved_tensors:
+            ctx.found.append(each.clone().resolve_conj().resolve_neg())
+            ctx.found.append(torch.tensor([*each.stride(), each.is_conj(), each.is_neg()]))
+        return grad * 2, None, *(None for _ in ctx.saved_tensors)
+
+
+@case
+def views_of_other_dtypes_at_odd_places(t: Any) -> Tensors:
+    """Small parts of a large storage, of which one holds the bytes of the next one."""
+    w, real = t.tensor(8), t.tensor(4099, grad=False)
+    odd = torch.arange(4096, device=t.device).to(torch.uint8)
+    found: Tensors = []
+    with t.context():
+        pairs = real[4:44].view(20, 2), real[4:2004].view(1000, 2)
+        views = [torch.view_as_complex(each) for each in pairs]
+        y = Holds.apply(
+            w, found, odd[1:400], odd[4:84].view(torch.float32), odd[6:206].view(torch.int16)
+        )
+        z = Holds.apply(w, found, real[1:52], views[0], real, views[1], views[0].conj())
+    (y.sum() + z.sum()).backward()
+    return [w.grad, *found]
+
+
+@case
+def chunks_with_versions_of_their_own(t: Any) -> Tensors:
+    """As gates of an LSTM: they share a storage, and are changed in place one after the other."""
+    w, found = t.tensor(8), []
+    with t.context():
+        y = torch.zeros((), device=t.device)
+        for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int64):
+            for dim in (0, 1):
+                m = t.tensor(24, 96, grad=False).to(dtype)
+                a, b, c = torch.unsafe_chunk(m, 3, dim)
+                views = a, a.t(), a[1:5], a[:, 3], a[2:3].expand(5, -1), a[::2, ::3], a.conj()
+                y = y + Holds.apply(w, found, *views).sum()
+                b.mul_(2)
+                y = (
+                    y
+                    + Holds.apply(
+                        w, found, b, c.detach().t(), c.unsqueeze(0).expand(3, -1, -1)
+                    ).sum()
+                )
+    y.backward()
+    return [w.grad, *found]
+
+
 # Operators that save their outputs, and several that save one storage
 
 
