@@ -332,7 +332,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _gather(self) -> _Chosen | None:
         assert self.scores is not None and self._reader is not None
-        group = max(history.tokens_per_row for history in self.histories)
+        group = max(history.packed.tokens_per_row for history in self.histories)
         if any(segment.cut_tokens for h in self.histories for segment in h.segments[:-1]):
             return None  # groups would not be rows behind what was cut
         first = self.histories[0].head.shape[2]
