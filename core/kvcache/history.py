@@ -309,25 +309,31 @@ class PackedHistory:
         """
         if not checked:
             self.check(tokens)
-        unpacked, new = self.unpacked, tokens.shape[2]
-        if memory is not None and not unpacked.tail.take(memory, new):
-            memory = None  # another history of the link has gone on with this one's packing since
-        link = self.packed.words.link
-        if memory is None:
-            stream = link.take_turn()
-            if link.several_streams:
-                unpacked.keep_for(stream)
-        if link.packing.histories or self.packed.in_flight:
-            self._go_on(0 if memory is None else new)
-        borrowed = False
-        if memory is None:
-            if not unpacked.tail.length and not self.length:
-                self.packed.start(tokens)
-            borrowed = unpacked.put(tokens)
-        if pack and unpacked.tail.length - self._window >= self._block_tokens:
-            self._pack_new(self.length - new)
-        if borrowed:
-            unpacked.own()
+        packed, unpacked = self.packed, self.unpacked
+        link = packed.words.link
+        before = unpacked.head.shape[2] + packed.length + unpacked.tail.length
+        try:
+            if memory is not None and not unpacked.tail.take(memory, tokens.shape[2]):
+                memory = None  # another history of the link has gone on with this one's packing
+            borrowed = False
+            if memory is None:
+                stream = link.take_turn()
+                if link.several_streams:
+                    unpacked.keep_for(stream)
+            if link.packing.histories or packed.in_flight:
+                self._go_on()
+            if memory is None:
+                if not before:
+                    packed.start(tokens)
+                borrowed = unpacked.put(tokens)
+            if pack and unpacked.tail.length - self._window >= self._block_tokens:
+                self.pack()
+            if borrowed:
+                unpacked.own()
+        except BaseException:  # of a KeyboardInterrupt too: who keeps the cache may go on
+            if self.length != before:
+                self.crop(before)
+            raise
 
     def memory_for(self, n: int) -> tuple[torch.Tensor, int, torch.Tensor]:
         """Return where the tail lies, and memory for it and `n` tokens behind it.
@@ -350,30 +356,14 @@ class PackedHistory:
         room_tokens = self.unpacked.room_tokens or self.packed.affordable_tokens
         return tail.memory, tail.length, tail.memory_for(n, room_tokens)
 
-    def _go_on(self, new: int) -> None:
-        """Go on with packing that is under way, here and in the queue.
-
-        After an error, so many tokens that are there already are removed.
-        """
+    def _go_on(self) -> None:
+        """Go on with packing that is under way, here and in the queue."""
         queue = self.packed.words.link.packing
-        try:
-            if queue.histories:
-                kernels_for(self._device)  # the error of an earlier decode there is not the queue's
-                queue.advance()
-            if self.packed.in_flight:
-                self._retire(wait=False)
-        except Exception:
-            if new:
-                self.crop(self.length - new)
-            raise
-
-    def _pack_new(self, before: int) -> None:
-        """Pack what is due, or leave the tokens as they were before the new ones."""
-        try:
-            self.pack()
-        except Exception:
-            self.crop(before)
-            raise
+        if queue.histories:
+            kernels_for(self._device)  # the error of an earlier decode there is not the queue's
+            queue.advance()
+        if self.packed.in_flight:
+            self._retire(wait=False)
 
     def pack(self) -> None:
         """Pack what has left the window, as `append` does.
@@ -554,10 +544,16 @@ class PackedHistory:
 
     def _retire(self, *, wait: bool) -> None:
         """Remove from the tail what is packed; see `PackedTokens.retire`."""
-        before = self.tail
-        left = self.packed.retire(before, wait=wait)
-        if left is not before:
-            self.unpacked.replace(self.unpacked.head, left)
+        packed, unpacked = self.packed, self.unpacked
+        tail, length = unpacked.tail, packed.length
+        try:
+            left = packed.retire(tail.tokens, wait=wait)
+            if left is not tail.tokens:
+                unpacked.replace(unpacked.head, left)
+        except BaseException:
+            if unpacked.tail is tail and packed.length > length:  # of an interrupt: some are moved
+                unpacked.replace(unpacked.head, tail.tokens[:, :, packed.length - length :])
+            raise
 
     def _pack(self, *, wait: bool, wait_for_sample: bool = False) -> None:
         """Pack the blocks that have left the window, as far as that needs no waiting.

@@ -304,7 +304,6 @@ class PackedTokens:
                 if not moved:
                     raise
                 return tail[:, :, moved:]  # the next call raises it again
-            del self.in_flight[0]
             moved += blocks.tokens
         return left
 
@@ -320,7 +319,7 @@ class PackedTokens:
         return False
 
     def _move(self, in_flight: InFlightBlocks) -> None:
-        """Move blocks to the word store; an error changes nothing."""
+        """Move blocks, the oldest, to the word store; an error or interrupt moves all or none."""
         segment, at = self.segments[-1], self.words.n_words
         packed = in_flight.packed
         self._keep_for_turn(packed.words, packed.lengths, packed.bases)
@@ -330,17 +329,19 @@ class PackedTokens:
             self.words.reserve(needed)
         tokens = self.length + in_flight.tokens
         most = self._most_words(segment, in_flight)
-        self.words.append(packed.words[:n_words], made=in_flight.made, tokens=tokens, most=most)
         sizes = (n_words, max_words)
         try:
+            self.words.append(packed.words[:n_words], made=in_flight.made, tokens=tokens, most=most)
+            self._change()  # before it changes: nothing old may be taken for what is there then
             segment.commit(packed, sizes, in_flight.n_blocks, in_flight.sequences, at)
-        except Exception:
-            self.words.truncate(at)
+            self.length = tokens
+            del self.in_flight[0]
+        except BaseException:
+            if self.length != tokens:
+                self.words.truncate(at)
             raise
         self._link.keep(*segment.tensors())
         self.moved_to_host_bytes += 4 * n_words if self.words.on_host else 0
-        self.length = tokens
-        self._change()
         self._fitting.watch(segment, n_words / in_flight.packed.lengths.shape[0])
 
     def _most_words(self, segment: Segment, in_flight: InFlightBlocks) -> int:

@@ -147,15 +147,17 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             keys = of_keys.joined([k], key_states)
             values = of_values.joined([v], value_states)
         self._count(chosen)
+        new = 0  # of V
         try:
             of_keys.append(key_states, checked=True, memory=memory[0])
             of_values.append(value_states, checked=True, memory=memory[1])
-        except Exception:
-            self.keep_first(of_values.length)  # of which none was appended
+            new = key_states.shape[2]
+            if self._selector is not None and self.scores is not None:
+                selection = None if chosen is None else chosen.selection
+                Attended(self._selector, self.scores, selection).attach_to(keys)
+        except BaseException:
+            self.keep_first(of_values.length - new)
             raise
-        if self._selector is not None and self.scores is not None:
-            selection = None if chosen is None else chosen.selection
-            Attended(self._selector, self.scores, selection).attach_to(keys)
         return keys, values
 
     @property
