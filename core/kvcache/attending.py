@@ -48,7 +48,7 @@ class PackedAttention:
     def serves(self, query: torch.Tensor) -> bool:
         """Return whether `attend` takes queries ``[B, query heads, q, D]``."""
         keys = self._histories[0]
-        like = keys.tail_memory
+        like = keys.unpacked.tail.memory
         if query.dtype != like.dtype or query.device != like.device:
             return False
         batch, query_heads, n, dim = query.shape
@@ -169,8 +169,10 @@ class _Plan:
 
     def __init__(self, histories: Sequence[PackedHistory]) -> None:
         self._histories = histories
-        self._revisions: list[ref[Revision]] = [ref(history.revision) for history in histories]
-        self._heads = [history.head for history in histories]
+        self._revisions: list[ref[Revision]] = [
+            ref(history.packed.revision) for history in histories
+        ]
+        self._heads = [history.unpacked.head for history in histories]
         keys, values = self.sides = [_Side(history) for history in histories]
         self.pieces = [
             (begin, end, _spanned(keys, values, begin))
@@ -189,7 +191,7 @@ class _Plan:
         for i, history in enumerate(histories):
             if self._revisions[i]() is not history.packed.revision:
                 return False
-            if self._heads[i] is not history.head:
+            if self._heads[i] is not history.unpacked.head:
                 return False
         return True
 
@@ -271,11 +273,12 @@ class _Staged:
             run, tensors = Run.of(begin, *self._tokens(begin, end))
             runs.append(run)
             kept.append(tensors)
-        keys, values = self._histories
-        memory = keys.tail_memory, values.tail_memory
+        of_keys, of_values = self._histories
+        keys, values = of_keys.unpacked.tail, of_values.unpacked.tail
+        memory = keys.memory, values.memory
         if self._tail is None or memory[0] is not self._tail[0] or memory[1] is not self._tail[1]:
             self._take_tail(memory)
-        tokens = keys.tail_tokens + self._sides[0].edges[-1] - self._end
+        tokens = keys.length + self._sides[0].edges[-1] - self._end
         if self._tail_run is not None:
             runs.append(self._tail_run.of_tokens(tokens))
         elif tokens:

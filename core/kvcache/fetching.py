@@ -66,10 +66,10 @@ class WordBuffer:
             crosses.
         """
         self.content, self.in_use = None, False
-        crossing = self._crossings.get(histories[0].revision)
+        crossing = self._crossings.get(histories[0].packed.revision)
         if crossing is None or not _same(crossing.revisions, histories):
             crossing = Crossing(histories, self._parts(histories))
-            self._crossings[histories[0].revision] = crossing
+            self._crossings[histories[0].packed.revision] = crossing
         copies, copied = self._streams.copies, self._copied
         while len(copied) < len(histories):
             copied.append(None)
@@ -212,12 +212,12 @@ class TokenBuffer:
         """
         kernels_for(self._memory.device)  # raises errors of earlier decodes
         self.content = None
-        plans = self._decodings.setdefault(histories[0].revision, {})
+        plans = self._decodings.setdefault(histories[0].packed.revision, {})
         plan = plans.get(id(crossed))
         if plan is None or not _same(plan.revisions, histories):
             plan = self._plan(histories, crossed, ids_of, sm_budget)
             # Room for it may have dropped all plans.
-            self._decodings.setdefault(histories[0].revision, {})[id(crossed)] = plan
+            self._decodings.setdefault(histories[0].packed.revision, {})[id(crossed)] = plan
         decodes = self._streams.decodes
         stream = decodes.stream
         marks = () if crossed is None or crossed.content is None else crossed.content.copied
@@ -335,7 +335,7 @@ class Decoding:
 
 
 def _revisions(histories: Sequence[PackedHistory]) -> list[ref[Revision]]:
-    return [ref(history.revision) for history in histories]
+    return [ref(history.packed.revision) for history in histories]
 
 
 def _same(revisions: Sequence[ref[Revision]], histories: Sequence[PackedHistory]) -> bool:

@@ -112,7 +112,7 @@ class RowGatherer:
         return Gathered(tokens, _revisions(histories), event)
 
     def _gather(self, history: PackedHistory, selection: Selection) -> torch.Tensor:
-        each = history.tokens_per_row
+        each = history.packed.tokens_per_row
         rows = spread(selection.groups, selection.group_tokens // each)
         batch, heads, _ = rows.shape
         packed = history.packed_tokens
@@ -155,4 +155,4 @@ class RowGatherer:
 
 
 def _revisions(histories: Sequence[PackedHistory]) -> list[Revision]:
-    return [history.revision for history in histories]
+    return [history.packed.revision for history in histories]

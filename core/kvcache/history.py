@@ -9,17 +9,16 @@ from typing import Any
 
 import torch
 
-from ..dtypes import dense
 from ..engine.kernels import kernels_for
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .index import beam_index, indexed, repeat_count, sequence_index
 from .model_codecs import FirstCodec
 from .options import check_options
-from .packed_tokens import Commit, PackedTokens, Revision
+from .packed_tokens import Commit, PackedTokens
 from .packing import Plans
 from .segment import Segment
 from .selection import Take
-from .tail import Tail, check_like
+from .unpacked import UnpackedTokens
 from .words import DeviceWords, HostWords, Words
 
 
@@ -69,10 +68,10 @@ class PackedHistory:
 
     Attributes
     ----------
-    head : torch.Tensor
-        ``[B, H, up to sinks, D]`` on the device: the first tokens.
     packed : PackedTokens
-        The packed tokens, behind them.
+        The packed tokens.
+    unpacked : UnpackedTokens
+        The first tokens, before them, and the last, behind them.
     name : str
         The kind, and the layer where that is known, for messages.
 
@@ -132,25 +131,24 @@ class PackedHistory:
             kept=kept,
         )
         self.name = kind if kept is None else kept.name
+        self.unpacked = UnpackedTokens(words.link, kind, sinks=sinks, room_tokens=tail_room_tokens)
         self._device = words.link.device
-        self._kind = kind
         self._window = window
         self._block_tokens = block_tokens
-        self._sinks = sinks
-        self._tail_room_tokens = tail_room_tokens
-        self._room_tokens, self._room_at = 0, -1  # and at which change of the packed tokens
         self._at_once = at_once or self._device.type == "cpu"
-        self.head = self.tail = self._no_tokens()
-
-    def _no_tokens(self) -> torch.Tensor:
-        return torch.empty((0, 0, 0, 0), device=self._device)
 
     # State
 
     @property
     def length(self) -> int:
         """Tokens of a sequence."""
-        return self.head.shape[2] + self.packed.length + self._tail.length
+        unpacked = self.unpacked
+        return unpacked.head.shape[2] + self.packed.length + unpacked.tail.length
+
+    @property
+    def head(self) -> torch.Tensor:
+        """The first tokens, ``[B, H, up to sinks, D]`` on the device."""
+        return self.unpacked.head
 
     @property
     def tail(self) -> torch.Tensor:
@@ -158,21 +156,7 @@ class PackedHistory:
 
         A view that holds until the next change.
         """
-        return self._tail.tokens
-
-    @tail.setter
-    def tail(self, tokens: torch.Tensor) -> None:
-        self._tail = Tail(tokens)
-
-    @property
-    def tail_memory(self) -> torch.Tensor:
-        """``[B, H, t and room, D]``, of which the first are those of `tail`."""
-        return self._tail.memory
-
-    @property
-    def tail_tokens(self) -> int:
-        """Tokens of a sequence that are in `tail`."""
-        return self._tail.length
+        return self.unpacked.tail.tokens
 
     @property
     def device(self) -> torch.device:
@@ -202,17 +186,12 @@ class PackedHistory:
     @property
     def waiting_tokens(self) -> int:
         """Tokens of a sequence that have left the window unpacked; below 0 before there are any."""
-        return self._tail.length - self._window
+        return self.unpacked.tail.length - self._window
 
     @property
     def packs(self) -> bool:
         """Whether blocks are in flight."""
-        return self.packed.packs
-
-    @property
-    def tail_bytes(self) -> int:
-        """Bytes of the unpacked tokens."""
-        return self.tail.nbytes
+        return bool(self.packed.in_flight)
 
     @property
     def words(self) -> Words:
@@ -223,21 +202,6 @@ class PackedHistory:
     def segments(self) -> list[Segment]:
         """The segments of the packed tokens, oldest first."""
         return self.packed.segments
-
-    @property
-    def revision(self) -> Revision:
-        """Replaced whenever the packed tokens change."""
-        return self.packed.revision
-
-    @property
-    def refits(self) -> int:
-        """How often a codec has been fitted again."""
-        return self.packed.refits
-
-    @property
-    def tokens_per_row(self) -> int:
-        """Consecutive tokens of one head that make a row; 1 before there are any."""
-        return self.packed.tokens_per_row
 
     def decode(self) -> torch.Tensor:
         """Return all tokens, ``[B, H, length, D]`` on the device, contiguous."""
@@ -253,9 +217,7 @@ class PackedHistory:
         new : torch.Tensor
             ``[B, H, n, D]``.
         """
-        first = [self.head] if self._sinks and self.head.shape[2] else []
-        there = [self._tail.tokens] if self._tail.length or self.length or not new else []
-        return torch.cat([*first, *packed, *there, *new], dim=-2)
+        return self.unpacked.around(packed, *new)
 
     def decode_packed(self) -> list[torch.Tensor]:
         """Return the packed tokens, decoded on the current stream.
@@ -282,9 +244,8 @@ class PackedHistory:
             that would have crossed), ``refits``.
         """
         stats = self.packed.stats()
-        for tokens in (self.head, self.tail):
-            stats["raw_bytes"] += tokens.nbytes
-            stats["device_bytes"] += tokens.untyped_storage().nbytes()
+        stats["raw_bytes"] += self.unpacked.nbytes
+        stats["device_bytes"] += self.unpacked.device_bytes
         return stats
 
     # Changes
@@ -302,15 +263,8 @@ class PackedHistory:
         link = self.packed.words.link
         stream = link.take_turn()
         if link.several_streams:
-            self.keep_unpacked(stream)
+            self.unpacked.keep_for(stream)
         return stream
-
-    def keep_unpacked(self, stream: int) -> None:
-        """Keep unpacked tokens from reuse until torch's current stream, `stream`, has read them."""
-        tail = self._tail
-        if tail.stream != stream:  # the head is replaced with it alone
-            self.packed.words.link.keep_for_turn(tail.memory, self.head)
-            tail.stream = stream
 
     def check(self, tokens: torch.Tensor) -> None:
         """Raise for tokens that do not continue those of the history.
@@ -322,19 +276,7 @@ class PackedHistory:
         ArgumentTypeError
             For another dtype or device.
         """
-        there, shape = self._tail.memory, tokens.shape
-        like = there.shape
-        if (
-            self._tail.length
-            and len(shape) == 4
-            and shape[0] == like[0]
-            and shape[1] == like[1]
-            and shape[3] == like[3]
-            and tokens.dtype == there.dtype
-            and tokens.device == self._device
-        ):
-            return
-        check_like(tokens, there, self._kind, device=self._device, length=self.length)
+        self.unpacked.check(tokens, self.packed.length)
 
     def append(
         self,
@@ -367,43 +309,31 @@ class PackedHistory:
         """
         if not checked:
             self.check(tokens)
-        if memory is not None and not self._tail.take(memory, tokens.shape[2]):
-            memory = None  # another history of the link has gone on with this one's packing since
-        link = self.packed.words.link
-        if memory is None:
-            stream = link.take_turn()
-            if link.several_streams:
-                self.keep_unpacked(stream)
-        if link.packing.histories or self.packed.packs:
-            self._go_on(0 if memory is None else tokens.shape[2])
-        if memory is not None:
-            if self._tail.length - self._window >= self._block_tokens:
-                self._pack_new(self.length - tokens.shape[2])
-            return
-        new = tokens.detach() if tokens.requires_grad else tokens
-        if self._tail.length and self.head.shape[2] == self._sinks:  # as for each token
-            self._tail.append(new, self._tail_room_tokens)
-            if pack and self._tail.length - self._window >= self._block_tokens:
-                self._pack_new(self.length - new.shape[2])
-            return
-        before = self.length
-        if before == 0:
-            self.packed.start(new)
-        first = self._sinks - before
-        if first > 0:
-            head = (
-                torch.cat([self.head, new[:, :, :first]], dim=-2) if before else new[:, :, :first]
-            )
-            self.head = head.clone(memory_format=torch.contiguous_format)
-            new = new[:, :, first:]
-        if self._tail.length:
-            self._tail.append(new, self._tail_room_tokens)
-        else:
-            self.tail = new
-        if pack:
-            self._pack_new(before)
-        if self._tail.memory is new:  # the caller's, or a view of something larger
-            self.tail = new.clone(memory_format=torch.contiguous_format)
+        packed, unpacked = self.packed, self.unpacked
+        link = packed.words.link
+        before = unpacked.head.shape[2] + packed.length + unpacked.tail.length
+        try:
+            if memory is not None and not unpacked.tail.take(memory, tokens.shape[2]):
+                memory = None  # another history of the link has gone on with this one's packing
+            borrowed = False
+            if memory is None:
+                stream = link.take_turn()
+                if link.several_streams:
+                    unpacked.keep_for(stream)
+            if link.packing.histories or packed.in_flight:
+                self._go_on()
+            if memory is None:
+                if not before:
+                    packed.start(tokens)
+                borrowed = unpacked.put(tokens)
+            if pack and unpacked.tail.length - self._window >= self._block_tokens:
+                self.pack()
+            if borrowed:
+                unpacked.own()
+        except BaseException:  # of a KeyboardInterrupt too: who keeps the cache may go on
+            if self.length != before:
+                self.crop(before)
+            raise
 
     def memory_for(self, n: int) -> tuple[torch.Tensor, int, torch.Tensor]:
         """Return where the tail lies, and memory for it and `n` tokens behind it.
@@ -422,36 +352,18 @@ class PackedHistory:
         -----
         On a GPU it is for the current stream, on which `take_turn` has been called.
         """
-        tail = self._tail
-        if self._room_at != self.packed.changes:
-            self._room_tokens = self._tail_room_tokens or self.packed.affordable_tokens
-            self._room_at = self.packed.changes
-        return tail.memory, tail.length, tail.memory_for(n, self._room_tokens)
+        tail = self.unpacked.tail
+        room_tokens = self.unpacked.room_tokens or self.packed.affordable_tokens
+        return tail.memory, tail.length, tail.memory_for(n, room_tokens)
 
-    def _go_on(self, new: int) -> None:
-        """Go on with packing that is under way, here and in the queue.
-
-        After an error, so many tokens that are there already are removed.
-        """
+    def _go_on(self) -> None:
+        """Go on with packing that is under way, here and in the queue."""
         queue = self.packed.words.link.packing
-        try:
-            if queue.histories:
-                kernels_for(self._device)  # the error of an earlier decode there is not the queue's
-                queue.advance()
-            if self.packed.packs:
-                self._retire(wait=False)
-        except Exception:
-            if new:
-                self.crop(self.length - new)
-            raise
-
-    def _pack_new(self, before: int) -> None:
-        """Pack what is due, or leave the tokens as they were before the new ones."""
-        try:
-            self.pack()
-        except Exception:
-            self.crop(before)
-            raise
+        if queue.histories:
+            kernels_for(self._device)  # the error of an earlier decode there is not the queue's
+            queue.advance()
+        if self.packed.in_flight:
+            self._retire(wait=False)
 
     def pack(self) -> None:
         """Pack what has left the window, as `append` does.
@@ -519,7 +431,7 @@ class PackedHistory:
         behind = length - head.shape[2]
         if behind >= self.packed_tokens:
             tail = self.tail[:, :, : behind - self.packed_tokens]
-            return partial(self._set_unpacked, head, tail)
+            return partial(self._cut_tail, head, tail)
         begin = self.packed.croppable(behind)
         rest = self.tail[:, :, :0]
         if begin < behind:
@@ -581,9 +493,7 @@ class PackedHistory:
             Takes a tensor and its dimension of sequences, and returns it with the others.
         """
         self.take_turn()
-        head = take(self.head, 0) if self.head.shape[2] else self.head
-        tail = take(self.tail, 0)
-        return partial(self._commit, self.packed.prepare_take(take), head, tail)
+        return partial(self._commit, self.packed.prepare_take(take), *self.unpacked.taken(take))
 
     def prepare_move(self, words: Words) -> Commit:
         """Return a commit that keeps the packed words in another, empty store of the same reader.
@@ -610,7 +520,7 @@ class PackedHistory:
             head, tokens = self.head, torch.cat([*self.decode_packed(), self.tail], dim=-2)
             self.reset()
             self.packed.start(tokens)
-            self.head, self.tail = head, tokens
+            self.unpacked.replace(head, tokens)
             self._pack(wait=True)
             self.words.trim()
 
@@ -618,15 +528,15 @@ class PackedHistory:
         """Remove all tokens and codecs; host memory that was taken is reused."""
         self.take_turn()
         self.packed.reset()
-        self.head = self.tail = self._no_tokens()
+        self.unpacked.clear()
 
     def _commit(self, change: Commit, head: torch.Tensor, tail: torch.Tensor) -> None:
         """Change the packed tokens, and replace the others."""
         change()
-        self.head, self.tail = head, tail
+        self.unpacked.replace(head, tail)
 
-    def _set_unpacked(self, head: torch.Tensor, tail: torch.Tensor) -> None:
-        self.head, self.tail = head, tail
+    def _cut_tail(self, head: torch.Tensor, tail: torch.Tensor) -> None:
+        self.unpacked.replace(head, tail)
         self.packed.forget_in_flight(tail.shape[2])
 
     def _blocks_due(self) -> int:
@@ -634,10 +544,16 @@ class PackedHistory:
 
     def _retire(self, *, wait: bool) -> None:
         """Remove from the tail what is packed; see `PackedTokens.retire`."""
-        before = self.tail
-        left = self.packed.retire(before, wait=wait)
-        if left is not before:
-            self.tail = left
+        packed, unpacked = self.packed, self.unpacked
+        tail, length = unpacked.tail, packed.length
+        try:
+            left = packed.retire(tail.tokens, wait=wait)
+            if left is not tail.tokens:
+                unpacked.replace(unpacked.head, left)
+        except BaseException:
+            if unpacked.tail is tail and packed.length > length:  # of an interrupt: some are moved
+                unpacked.replace(unpacked.head, tail.tokens[:, :, packed.length - length :])
+            raise
 
     def _pack(self, *, wait: bool, wait_for_sample: bool = False) -> None:
         """Pack the blocks that have left the window, as far as that needs no waiting.
@@ -652,15 +568,14 @@ class PackedHistory:
             self._retire(wait=wait)
             due = self._blocks_due()
 
-    def __getstate__(self) -> dict[str, Any]:
-        # As bytes: torch 2.13 cannot unpickle tensors of 8-bit floats.
-        head, tail = (dense(t).view(torch.uint8) for t in (self.head, self.tail))
-        state = {**self.__dict__, "head": head, "tail": (tail, self.tail.dtype)}
-        del state["_tail"]
-        return state
-
     def __setstate__(self, state: dict[str, Any]) -> None:
-        tail, dtype = state["tail"]
-        self.__dict__.update({"_tail_room_tokens": 0, **state, "_room_at": -1})
-        del self.__dict__["tail"]
-        self.head, self.tail = state["head"].view(dtype), tail.view(dtype)
+        """Take a state, of a version in which it owned the unpacked tokens itself too."""
+        if "unpacked" not in state:
+            link, sinks, room = state["packed"].words.link, state["_sinks"], "_tail_room_tokens"
+            unpacked = UnpackedTokens(
+                link, state["_kind"], sinks=sinks, room_tokens=state.get(room, 0)
+            )
+            tail, dtype = state.pop("tail")
+            unpacked.replace(state.pop("head").view(dtype), tail.view(dtype))
+            state["unpacked"] = unpacked
+        self.__dict__.update(state)

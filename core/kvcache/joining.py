@@ -178,11 +178,11 @@ class _Plan:
             if found is not None:
                 found()
 
-        self.revisions = [ref(history.revision, changed) for history in histories]
+        self.revisions = [ref(history.packed.revision, changed) for history in histories]
         segments = [_segments(history) for history in histories]
         self.served = (
             any(segments)
-            and not any(history.head.shape[2] for history in histories)
+            and not any(history.unpacked.head.shape[2] for history in histories)
             and all(_served(segment) for both in segments for segment in both)
         )
         self.crosses = histories[0].words.crosses

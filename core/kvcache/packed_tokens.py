@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -63,8 +63,8 @@ class PackedTokens:
         What holds them, oldest first. The last one may be empty: its first block is in flight.
     revision : Revision
         Replaced whenever they change.
-    changes : int
-        How often they have changed.
+    in_flight : list of InFlightBlocks
+        Blocks whose size is not known on the host yet, oldest first.
     ready : torch.cuda.Event or None
         Passed when the metadata is written, once `mark_ready` was called; None on the CPU.
     moved_to_host_bytes : int
@@ -89,7 +89,6 @@ class PackedTokens:
         self._fitting = Fitting(plans, kind, kept)
         self._reserve_tokens = reserve_tokens
         self.moved_to_host_bytes = 0
-        self.changes = 0
         self._make_marks()
         self._clear()
 
@@ -97,7 +96,7 @@ class PackedTokens:
         self.segments: list[Segment] = []
         self.length = 0
         self.rows: TokenRows | None = None
-        self._in_flight: list[InFlightBlocks] = []
+        self.in_flight: list[InFlightBlocks] = []
         self._fitting.reset()
 
     def _make_marks(self) -> None:
@@ -117,11 +116,6 @@ class PackedTokens:
         return self._fitting.samples
 
     @property
-    def packs(self) -> bool:
-        """Whether blocks are in flight."""
-        return bool(self._in_flight)
-
-    @property
     def tokens_per_row(self) -> int:
         """Consecutive tokens of one head that make a row; 1 before there are any."""
         return 1 if self.rows is None else self.rows.tokens_per_row
@@ -132,7 +126,7 @@ class PackedTokens:
         there = sum(segment.raw_bytes for segment in self.segments)
         return self.length > 0 and 2 * sum(e.decoded_bytes for e in self.segments) <= there
 
-    @property
+    @cached_property  # until the next change; it is asked for with each token
     def affordable_tokens(self) -> int:
         """Tokens for which an eighth of what packing saves has room; a block at the most."""
         if not self.segments or self.rows is None:
@@ -159,7 +153,7 @@ class PackedTokens:
         raw = sum(segment.raw_bytes for segment in self.segments)
         packed = 4 * self.words.n_words + sum(segment.metadata_bytes for segment in self.segments)
         metadata = sum(segment.device_bytes for segment in self.segments)
-        in_flight = sum(blocks.nbytes for blocks in self._in_flight)
+        in_flight = sum(blocks.nbytes for blocks in self.in_flight)
         on_host, words = self.words.on_host, self.words.nbytes
         return {
             "raw_bytes": sum(segment.token_bytes for segment in self.segments),
@@ -188,7 +182,7 @@ class PackedTokens:
 
         They may be of another kind than the tokens that a codec was fitted to.
         """
-        self._in_flight = []
+        self.in_flight = []
         self._fitting.forget_sample()
         self.segments = []
         self.rows = TokenRows(
@@ -200,7 +194,7 @@ class PackedTokens:
 
         Raw rows have no room ahead: memory grows by an eighth at a time.
         """
-        if not self._in_flight and self.segments and self.segments[-1].kernels is None:
+        if not self.in_flight and self.segments and self.segments[-1].kernels is None:
             return max(1, ceil_div(self.segments[-1].n_blocks, GROWTH))
         return 1
 
@@ -222,20 +216,20 @@ class PackedTokens:
             False when all of them are in flight already, nothing can be packed of these tokens, the
             sample is not there yet, or blocks in flight are the last ones of a codec.
         """
-        rows, first = self.rows, sum(blocks.n_blocks for blocks in self._in_flight)
+        rows, first = self.rows, sum(blocks.n_blocks for blocks in self.in_flight)
         if first >= due or rows is None or not rows.token_bytes:
             return False
         batch = tail.shape[0]
         if not batch * tail.shape[1]:
             return False
         if not self.segments or self._fitting.wanted or self.segments[-1].cut_tokens:
-            if self._in_flight or not self._begin_segment(rows, tail, due, wait):
+            if self.in_flight or not self._begin_segment(rows, tail, due, wait):
                 return False
         block_bytes = batch * rows.heads * rows.head_rows * rows.row_bytes
         n_blocks = min(due - first, max(1, PIECE_BYTES // block_bytes))
         begin, end = (n * self.block_tokens for n in (first, first + n_blocks))
         index = torch.arange(batch, dtype=torch.int32, device=self._link.device)
-        self._in_flight.append(
+        self.in_flight.append(
             InFlightBlocks(
                 rows, self.segments[-1], tail[:, :, begin:end], n_blocks, Sequences(batch, index)
             )
@@ -295,38 +289,37 @@ class PackedTokens:
             When host memory runs out; then, as after any error, nothing has changed.
         """
         known = 0
-        while known < len(self._in_flight) and self._in_flight[known].known(wait):
+        while known < len(self.in_flight) and self.in_flight[known].known(wait):
             known += 1
         if not known or not self._accept_first():
             return tail
-        tokens = sum(blocks.tokens for blocks in self._in_flight[:known])
+        tokens = sum(blocks.tokens for blocks in self.in_flight[:known])
         left = tail[:, :, tokens:].clone(memory_format=torch.contiguous_format)
         moved = 0
         for _ in range(known):
-            blocks = self._in_flight[0]
+            blocks = self.in_flight[0]
             try:
                 self._move(blocks)
             except Exception:
                 if not moved:
                     raise
                 return tail[:, :, moved:]  # the next call raises it again
-            del self._in_flight[0]
             moved += blocks.tokens
         return left
 
     def _accept_first(self) -> bool:
         """Return whether blocks in flight may be moved; drop them where their codec is wrong."""
-        segment, blocks = self.segments[-1], self._in_flight[0]
+        segment, blocks = self.segments[-1], self.in_flight[0]
         if len(self.segments) > 1 or segment.n_blocks:
             return True
         n_rows, n_words = blocks.packed.lengths.shape[0], blocks.sizes()[0]
         if self._fitting.accepts_first(segment.rows, segment.codec, n_rows, n_words):
             return True
-        self._in_flight, self.segments = [], []
+        self.in_flight, self.segments = [], []
         return False
 
     def _move(self, in_flight: InFlightBlocks) -> None:
-        """Move blocks to the word store; an error changes nothing."""
+        """Move blocks, the oldest, to the word store; an error or interrupt moves all or none."""
         segment, at = self.segments[-1], self.words.n_words
         packed = in_flight.packed
         self._keep_for_turn(packed.words, packed.lengths, packed.bases)
@@ -336,17 +329,19 @@ class PackedTokens:
             self.words.reserve(needed)
         tokens = self.length + in_flight.tokens
         most = self._most_words(segment, in_flight)
-        self.words.append(packed.words[:n_words], made=in_flight.made, tokens=tokens, most=most)
         sizes = (n_words, max_words)
         try:
+            self.words.append(packed.words[:n_words], made=in_flight.made, tokens=tokens, most=most)
+            self._change()  # before it changes: nothing old may be taken for what is there then
             segment.commit(packed, sizes, in_flight.n_blocks, in_flight.sequences, at)
-        except Exception:
-            self.words.truncate(at)
+            self.length = tokens
+            del self.in_flight[0]
+        except BaseException:
+            if self.length != tokens:
+                self.words.truncate(at)
             raise
         self._link.keep(*segment.tensors())
         self.moved_to_host_bytes += 4 * n_words if self.words.on_host else 0
-        self.length = tokens
-        self._change()
         self._fitting.watch(segment, n_words / in_flight.packed.lengths.shape[0])
 
     def _most_words(self, segment: Segment, in_flight: InFlightBlocks) -> int:
@@ -364,8 +359,8 @@ class PackedTokens:
 
     def forget_in_flight(self, tokens: int) -> None:
         """Drop in-flight blocks that are not wholly among the first `tokens` of the tail."""
-        while self._in_flight and sum(blocks.tokens for blocks in self._in_flight) > tokens:
-            self._in_flight.pop()
+        while self.in_flight and sum(blocks.tokens for blocks in self.in_flight) > tokens:
+            self.in_flight.pop()
 
     # Changes
 
@@ -407,7 +402,7 @@ class PackedTokens:
 
     def _cut(self, length: int, n_segments: int, tokens: int, words_end: int) -> None:
         """Keep some tokens: segments, and tokens of the next."""
-        self._in_flight = []
+        self.in_flight = []
         self._link.quiesce()
         self.words.truncate(words_end)
         if tokens:
@@ -421,16 +416,16 @@ class PackedTokens:
 
     def prepare_take(self, take: Take) -> Commit:
         """Return a commit that replaces the sequences, of in-flight blocks too."""
-        self._keep_for_turn(*(blocks.sequences.index for blocks in self._in_flight))
+        self._keep_for_turn(*(blocks.sequences.index for blocks in self.in_flight))
         origins = [segment.taken(take) for segment in self.segments]
-        indices = [take(blocks.sequences.index, 0) for blocks in self._in_flight]
+        indices = [take(blocks.sequences.index, 0) for blocks in self.in_flight]
         return partial(self._put, origins, indices)
 
     def _put(self, origins: list[torch.Tensor], indices: list[torch.Tensor]) -> None:
         for segment, origin in zip(self.segments, origins, strict=True):
             segment.set_origin(origin)
             self._link.keep(*segment.tensors())
-        for blocks, index in zip(self._in_flight, indices, strict=True):
+        for blocks, index in zip(self.in_flight, indices, strict=True):
             blocks.sequences.index, blocks.sequences.plain = index, False
         if self.segments:
             self._change()
@@ -511,20 +506,19 @@ class PackedTokens:
 
     def _change(self) -> None:
         self.revision = Revision()
-        self.changes += 1
+        self.__dict__.pop("affordable_tokens", None)
         self._changed = True
         for segment in self.segments:
             segment.forget_tables()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out in-flight blocks: their tokens are in the tail."""
-        state = {**self.__dict__, "_in_flight": []}
-        for name in ("revision", "ready", "_changed"):
-            del state[name]
-        return state
+        left_out = "in_flight", "revision", "ready", "_changed", "affordable_tokens"
+        return {name: x for name, x in self.__dict__.items() if name not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update({"changes": 0, **state})
+        self.__dict__.update(state)
+        self.in_flight = []
         self._make_marks()
         for segment in self.segments:
             self._link.keep(*segment.tensors())

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 from weakref import ref
 
+import torch
+
 from ..errors import BitslabError
 
 #: Raw bytes of the histories whose samples, or whose packed sizes, have not come to the host. With
@@ -31,8 +33,8 @@ class Packs(Protocol):
         ...
 
     @property
-    def tail_bytes(self) -> int:
-        """Bytes of its unpacked tokens."""
+    def tail(self) -> torch.Tensor:
+        """The tokens behind its packed ones."""
         ...
 
     def pack_on(self, *, wait: bool) -> None:
@@ -58,7 +60,7 @@ class PackingQueue:
     @property
     def nbytes(self) -> int:
         """Bytes of the unpacked tokens of all histories in the queue."""
-        return sum(history.tail_bytes for history in self._there())
+        return sum(history.tail.nbytes for history in self._there())
 
     def __len__(self) -> int:
         return len(self.histories)
@@ -84,10 +86,10 @@ class PackingQueue:
         there = self._drop_packed()
         for state in ("samples", "packs"):
             waiting = [history for history in there if getattr(history, state)]
-            nbytes = sum(history.tail_bytes for history in waiting)
+            nbytes = sum(history.tail.nbytes for history in waiting)
             while len(waiting) > LEAST_HISTORIES and nbytes > MOST_BYTES:
                 oldest = waiting.pop(0)
-                nbytes -= oldest.tail_bytes
+                nbytes -= oldest.tail.nbytes
                 _pack_on(oldest, wait=True)
         self._drop_packed()
 

@@ -153,7 +153,7 @@ class HistoryReader:
         stream = self.link.take_turn()
         if self.link.several_streams:
             for history in histories:
-                history.keep_unpacked(stream)
+                history.unpacked.keep_for(stream)
         return stream
 
     def read(self, histories: Sequence[PackedHistory]) -> list[list[torch.Tensor]]:

@@ -258,13 +258,17 @@ class Segment:
             self._lengths = lengths
             self._lengths[begin:end].copy_(packed.lengths)
             torch.add(bases, at, out=self._bases[first:last])
+        block_rows = range(begin, end, each)
+        token_bytes = self.rows.heads * self.rows.token_bytes
+        raw_bytes = [sequences.packed * token_bytes * self.rows.block_tokens] * n_blocks
+        most_words = max(self.max_words, max_words)
+        # Nothing is called from here on, so that an interrupt finds all of it or nothing.
         self.origin = origin
         self.n_rows = end
-        self._block_rows += range(begin, end, each)
+        self._block_rows += block_rows
         self._tables = {}
-        token_bytes = self.rows.heads * self.rows.token_bytes
-        self._raw_bytes += [sequences.packed * token_bytes * self.rows.block_tokens] * n_blocks
-        self.max_words = max(self.max_words, max_words)
+        self._raw_bytes += raw_bytes
+        self.max_words = most_words
         if not self.expected_words:
             self.expected_words = n_words / n
 

@@ -147,15 +147,17 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             keys = of_keys.joined([k], key_states)
             values = of_values.joined([v], value_states)
         self._count(chosen)
+        new = 0  # of V
         try:
             of_keys.append(key_states, checked=True, memory=memory[0])
             of_values.append(value_states, checked=True, memory=memory[1])
-        except Exception:
-            self.keep_first(of_values.length)  # of which none was appended
+            new = key_states.shape[2]
+            if self._selector is not None and self.scores is not None:
+                selection = None if chosen is None else chosen.selection
+                Attended(self._selector, self.scores, selection).attach_to(keys)
+        except BaseException:
+            self.keep_first(of_values.length - new)
             raise
-        if self._selector is not None and self.scores is not None:
-            selection = None if chosen is None else chosen.selection
-            Attended(self._selector, self.scores, selection).attach_to(keys)
         return keys, values
 
     @property
@@ -332,7 +334,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _gather(self) -> _Chosen | None:
         assert self.scores is not None and self._reader is not None
-        group = max(history.tokens_per_row for history in self.histories)
+        group = max(history.packed.tokens_per_row for history in self.histories)
         if any(segment.cut_tokens for h in self.histories for segment in h.segments[:-1]):
             return None  # groups would not be rows behind what was cut
         first = self.histories[0].head.shape[2]

@@ -135,7 +135,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         try:
             of_keys.append(key_states, checked=True, pack=False)
             of_values.append(value_states, checked=True, pack=False)
-        except Exception:
+        except BaseException:
             self.keep_first(before)
             raise
         length = before + key_states.shape[2]

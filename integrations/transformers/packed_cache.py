@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
@@ -129,29 +130,38 @@ class PackedCache(DynamicCache, SelfAttentionCache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        if not 0 <= layer_idx < len(self.layers):
-            raise ArgumentError(
-                f"layer_idx: {layer_idx}, this cache was made for a model of "
-                f"{len(self.layers)} layers"
-            )
         layer = self._packed.get(layer_idx)
         if layer is None:
+            self._check_index(layer_idx)
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         if layer_idx == self._first:
             self._begin_pass(key_states)
+        new = 0
         try:
             found = self.append_to(layer_idx, key_states, value_states)
-        except Exception:
-            self._undo(layer_idx)
+            new = key_states.shape[2]
+            following = self._next[layer_idx]
+            layer = self._packed[following]
+            layer.prefetch()
+            crossing = self._next_hosted[following]
+            # Attention to words as they are asks for the next ones when it has read those before.
+            if crossing is not None and not layer.reads_words:
+                self._packed[crossing].prefetch_words(early=True)
+        except BaseException:
+            self._undo(layer_idx, new)
             raise
-        following = self._next[layer_idx]
-        layer = self._packed[following]
-        layer.prefetch()
-        crossing = self._next_hosted[following]
-        # Attention to words as they are asks for the next ones when it has read those before.
-        if crossing is not None and not layer.reads_words:
-            self._packed[crossing].prefetch_words(early=True)
         return found
+
+    def _check_index(self, layer_idx: object) -> None:
+        """Raise for what numbers no layer."""
+        try:
+            number = operator.index(layer_idx)  # type: ignore[arg-type]
+        except TypeError:
+            raise ArgumentTypeError(f"layer_idx: expected an int, got {layer_idx!r:.60}") from None
+        if not 0 <= number < len(self.layers):
+            raise ArgumentError(
+                f"layer_idx: {number}, this cache was made for a model of {len(self.layers)} layers"
+            )
 
     def _begin_pass(self, key_states: torch.Tensor) -> None:
         """Move layers between host and device before a pass, where they are placed by measuring."""
@@ -363,11 +373,11 @@ class PackedCache(DynamicCache, SelfAttentionCache):
         for commit in commits:
             commit()
 
-    def _undo(self, failed: int) -> None:
-        """Put the layers before one that failed back to the tokens that it has."""
-        length = self._packed[failed].get_seq_length()
+    def _undo(self, failed: int, new: int) -> None:
+        """Put a layer that failed, and those before it, back to its tokens but the new ones."""
+        length = self._packed[failed].get_seq_length() - new
         for i, layer in self._packed.items():
-            if i < failed:
+            if i < failed or (new and i == failed):
                 layer.keep_first(length)
 
 

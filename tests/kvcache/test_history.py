@@ -260,7 +260,7 @@ def test_rows_are_decoded_where_they_lie(dtype: torch.dtype, pieces: bool, monke
         packed.append(tokens[:, :, begin : begin + 100])
     packed.reorder(torch.tensor([2, 0]))
     tokens = tokens[[2, 0]]
-    each, (segment,) = packed.tokens_per_row, packed.segments
+    each, (segment,) = packed.packed.tokens_per_row, packed.segments
     assert each == 256 // (64 * dtype.itemsize)
     places = torch.randint(0, segment.tokens // each, (2, 2, 50))
     assert not pieces or len(packed.words._pieces) > 1  # type: ignore[attr-defined]
@@ -351,8 +351,8 @@ def test_a_segment_is_read_before_its_first_block_is_packed(
     all_tokens = torch.cat([tokens, more], dim=-2) if anew else more
     assert_same(packed, all_tokens)
     if anew:
-        groups = torch.arange(before // packed.tokens_per_row).expand(2, 2, -1)
-        chosen = Selection(groups, packed.tokens_per_row, before)
+        groups = torch.arange(before // packed.packed.tokens_per_row).expand(2, 2, -1)
+        chosen = Selection(groups, packed.packed.tokens_per_row, before)
         [found] = RowGatherer(packed.words.link, None).gather([packed], chosen).get()
         assert torch.equal(found, tokens[:, :, :before])
     monkeypatch.undo()
@@ -429,7 +429,7 @@ def test_a_codec_is_fitted_again_when_tokens_change() -> None:
     packed.append(first)
     for i in range(0, 1200, 8):
         packed.append(second[:, :, i : i + 8])
-    assert packed.refits == 1
+    assert packed.packed.refits == 1
     assert len(packed.segments) == 2
     tokens = torch.cat([first, second], dim=-2)
     assert_same(packed, tokens)
@@ -447,7 +447,7 @@ def test_tokens_that_are_harder_to_pack_are_fitted_once() -> None:
     noise = torch.randint(-(1 << 15), 1 << 15, (1, 4, 1200, 64), dtype=torch.int16)
     for i in range(0, 1200, 8):
         packed.append(noise.view(torch.bfloat16)[:, :, i : i + 8])
-    assert packed.refits <= 2
+    assert packed.packed.refits <= 2
 
 
 def test_few_sequences_of_many_are_packed_anew() -> None:

@@ -180,11 +180,11 @@ def test_a_change_of_one_side_is_noticed_though_its_revision_is_kept(
     side: int, offload: bool, gpu: Any
 ) -> None:
     layer = grown(offload)
-    kept = [each.revision for each in layer.histories]
+    kept = [each.packed.revision for each in layer.histories]
     layer.histories[side].reorder([1, 0])
     layer.tokens[side] = layer.tokens[side][[1, 0]]
     assert layer.grow() is not None
-    assert layer.histories[side].revision is not kept[side]
+    assert layer.histories[side].packed.revision is not kept[side]
 
 
 def test_room_for_words_that_moved_is_not_kept(gpu: Any) -> None:

@@ -159,7 +159,7 @@ def test_a_refit_keeps_what_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
     for part in parts:
         history.append(part)
     tokens = torch.cat(parts, dim=2)
-    assert history.refits > 0 and len(history.segments) > 1
+    assert history.packed.refits > 0 and len(history.segments) > 1
     assert same_bits(history.decode(), expected(history, tokens))
 
 

@@ -160,7 +160,7 @@ def test_all_pieces_of_a_prompt_are_in_flight_together(
     layers, tokens = Layers(1), prompts(1, seed=1)
     layers.feed(tokens)
     [history] = layers.histories
-    assert len(history.packed._in_flight) > 6
+    assert len(history.packed.in_flight) > 6
     # Tokens at the end are removed while they are packed, and others come in their place.
     history.crop(700)
     more = prompts(1, seed=2)[0]
@@ -305,7 +305,7 @@ def test_a_codec_that_does_not_suit_is_given_up_before_anything_is_moved(device:
     history = packed_prompt(other)
     assert history.segments[0].codec is not before.segments[0].codec
     assert history.words.n_words == fresh.words.n_words
-    assert len(history.segments) == 1 and history.refits == 0
+    assert len(history.segments) == 1 and history.packed.refits == 0
     assert kept_by().codec is history.segments[0].codec
 
 
@@ -353,7 +353,7 @@ def test_few_rows_leave_no_codec_and_are_no_reason_to_give_one_up(device: Device
     for i in range(100, 600, 10):  # as they come in single blocks, the codec is fitted again
         history.append(1e9 * tokens[:, :, i : i + 10])
         device.done = True
-    assert history.refits == 1 and len(history.segments) == 2
+    assert history.packed.refits == 1 and len(history.segments) == 2
     assert torch.equal(history.decode(), 1e9 * tokens[:, :, :600])
 
 

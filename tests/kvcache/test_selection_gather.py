@@ -52,7 +52,7 @@ def of_tokens(tokens: torch.Tensor, selection: Selection) -> torch.Tensor:
 def test_chosen_tokens(dim: int, dtype: torch.dtype, offload: bool) -> None:
     tokens = activations(2, 3, 200, dim, dtype)
     reader, history = history_of(tokens, offload=offload)
-    group = 2 * history.tokens_per_row
+    group = 2 * history.packed.tokens_per_row
     chosen = choice(history, 3, group)
     found = reader.chosen.gather([history], chosen)
     assert found.holds([history])
@@ -65,7 +65,7 @@ def test_chosen_tokens(dim: int, dtype: torch.dtype, offload: bool) -> None:
 def test_tokens_packed_since_the_choice_come_as_well() -> None:
     tokens = activations(1, 2, 200, 64, torch.bfloat16)
     reader, history = history_of(tokens)
-    chosen = choice(history, 5, history.tokens_per_row)
+    chosen = choice(history, 5, history.packed.tokens_per_row)
     more = activations(1, 2, 40, 64, torch.bfloat16, seed=1)
     history.append(more)
     begin, end = chosen.packed, history.packed_tokens

@@ -220,6 +220,9 @@ def test_another_models_shapes() -> None:
             cache.update(other, other, 0)
     with pytest.raises(ArgumentError, match="layer_idx: 2.* 2 layers"):
         cache.update(normal(2, HEADS, 1, DIM), normal(2, HEADS, 1, DIM), 2)
+    for index in (0.5, "0", None):
+        with pytest.raises(ArgumentTypeError, match=f"layer_idx: expected an int, got {index!r}"):
+            cache.update(normal(2, HEADS, 1, DIM), normal(2, HEADS, 1, DIM), index)
     with pytest.raises(ArgumentError, match="value_states"):
         cache.update(normal(2, HEADS, 1, DIM), normal(2, HEADS, 2, DIM), 0)
     for layer, (keys, values) in zip(cache.layers, kept, strict=True):

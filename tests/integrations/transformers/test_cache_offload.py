@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
@@ -164,11 +165,27 @@ def test_every_change_is_that_of_the_whole_on_the_host(kind: str, share: float) 
     assert same(*(feed(cache, 60) for cache in caches))
 
 
-#: What states of versions before tokens were joined lack.
-LATER: dict[type, list[str]] = {
-    CompressedLayer: ["_join"],
-    PackedHistory: ["_room_tokens", "_room_at"],
-    PackedTokens: ["changes"],
+def without_join(layer: CompressedLayer, state: dict[str, Any]) -> dict[str, Any]:
+    del state["_join"]
+    return state
+
+
+def of_both(history: PackedHistory, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of a history that owned its unpacked tokens, and joined none."""
+    unpacked = state.pop("unpacked").__getstate__()
+    names = ("_kind", "_sinks", "head", "tail")
+    return {**state, **{name: unpacked[name] for name in names}}
+
+
+def with_list_of_blocks(packed: PackedTokens, state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "_in_flight": []}
+
+
+#: Makes states of a version before tokens were joined.
+BEFORE: dict[type, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
+    CompressedLayer: without_join,
+    PackedHistory: of_both,
+    PackedTokens: with_list_of_blocks,
 }
 
 
@@ -184,16 +201,14 @@ def test_states_from_before_tokens_were_joined_go_on(
     cache, empty = cache_of(kind, 0.5), cache_of(kind, 0.5)
     feed(cache, 150)
     with monkeypatch.context() as patch:
-        for cls, names in LATER.items():
-            state_of = cls.__getstate__
+        for cls, before in BEFORE.items():
+            now = getattr(cls, "__getstate__", vars)  # Python 3.10 has no default
 
-            def earlier(made: Any, state_of: Any = state_of, names: Any = names) -> dict[str, Any]:
-                state = dict(state_of(made))
-                for name in names:
-                    del state[name]
+            def earlier(made: Any, now: Any = now, before: Any = before) -> dict[str, Any]:
+                state: dict[str, Any] = before(made, dict(now(made)))
                 return state
 
-            patch.setattr(cls, "__getstate__", earlier)
+            patch.setattr(cls, "__getstate__", earlier, raising=False)
         twin, twin_of_empty = copied(cache), copied(empty)
     for step in range(40):
         assert same(feed(twin, 1, step), feed(cache, 1, step))
@@ -419,7 +434,7 @@ def test_a_layer_moves_where_the_device_has_no_memory_left(
     )
     assert same(feed(cache, 150), feed(plain, 150))
     histories = cache.layers[3].histories
-    revisions = [history.revision for history in histories]
+    revisions = [history.packed.revision for history in histories]
 
     def no_memory(*_: Any, **__: Any) -> None:
         raise torch.cuda.OutOfMemoryError("none")
@@ -431,7 +446,7 @@ def test_a_layer_moves_where_the_device_has_no_memory_left(
         assert cache._histories.move(3, histories, on_host=to_host) is to_host
     assert {type(history.words) for history in histories} == {HostWords}
     for history, before in zip(histories, revisions, strict=True):
-        assert (history.revision is before) is not to_host
+        assert (history.packed.revision is before) is not to_host
     cache._next_hosted = cache._histories.placement.next_hosted()
     for step in range(3):
         assert same(feed(cache, 1, step), feed(plain, 1, step))

@@ -234,7 +234,7 @@ def test_layers_are_packed_in_the_next_pass(as_on_gpu: Any) -> None:
     ours, plain = both()
     assert len(queue_of(ours)) == 2 * LAYERS and ours.stats()["packed_tokens"] == 0
     for history in (h for layer in ours.layers for h in layer.histories):
-        for copied in filter(None, [history.packed._fitting._sample, *history.packed._in_flight]):
+        for copied in filter(None, [history.packed._fitting._sample, *history.packed.in_flight]):
             vars(getattr(copied, "_sizes_copy", copied)).update(left=0)
     Late.asks = 0
     for cache in (ours, plain):

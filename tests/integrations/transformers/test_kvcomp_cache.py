@@ -153,7 +153,7 @@ def test_layers_pack_their_blocks_in_turns() -> None:
         before, packed = packed, [layer.packed_tokens for layer in cache.layers]
         at_once.append(sum(now > then for then, now in zip(before, packed, strict=True)))
         for layer in cache.layers:  # no more waits than in the last layer that has its turn
-            assert 16 <= layer.histories[0].tail_tokens < 16 + 2 * 16
+            assert 16 <= layer.histories[0].unpacked.tail.length < 16 + 2 * 16
     assert sum(at_once) >= 4 and max(at_once) == 1
 
 
