@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from types import ModuleType
 
 
@@ -39,6 +40,22 @@ class DecodedCopyWarning(UserWarning):
 
     Copies under 1 MiB raise no warning.
     """
+
+
+def add_note(error: BaseException, note: str) -> None:
+    """Add a line to what an error says, which tracebacks show from Python 3.11 on.
+
+    Parameters
+    ----------
+    error : BaseException
+        Any; before 3.11 too the note is in its `__notes__`.
+    note : str
+        The line.
+    """
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+    else:
+        vars(error)["__notes__"] = [*getattr(error, "__notes__", []), note]
 
 
 def load_optional(module: str, *, extra: str | None, purpose: str) -> ModuleType:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +52,9 @@ def test_json_has_every_codec_of_each_tensor(
     assert relu["file"] == str(file) and relu["raw_bytes"] == 80_000 and relu["dtype"] == "float32"
     assert 0.4 < relu["zeros"] < 0.6 and relu["cross_ms"] == pytest.approx(0.008)
     rows = {row["codec"]: row for row in relu["codecs"]}
-    assert set(rows) == {"csr", "ibp-blob", "lz4", "rle", "vlz", "vlzq", "zfp", "zvc", "zvc+ibp"}
+    every = {"csr", "ibp-blob", "lz4", "rle", "vlz", "vlzq", "zfp", "zvc", "zvc+ibp"}
+    # One whose package is missing is left out.
+    assert set(rows) == (every if find_spec("lz4") else every - {"lz4"})
     ratios = [row["ratio"] for row in relu["codecs"]]
     assert ratios == sorted(ratios, reverse=True)
     zvc = rows["zvc"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shutil
 import subprocess
@@ -173,3 +174,28 @@ def test_lower_bounds_are_what_is_tested(requirement: str) -> None:
 def test_the_lowest_python_is_what_is_tested() -> None:
     lowest = PROJECT["project"]["requires-python"].removeprefix(">=")
     assert f"LOWEST_PYTHON ?= python{lowest}\n" in (ROOT / "Makefile").read_text()
+
+
+#: Of builtins and the standard library, newer than the lowest Python.
+NEWER = {
+    "add_note", "assert_never", "batched", "cbrt", "exp2", "file_digest", "override", "tomllib",
+    "ExceptionGroup", "Self", "StrEnum", "TaskGroup", "UTC",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("folder", FOLDERS.values())
+def test_the_package_is_written_for_the_lowest_python(folder: str) -> None:
+    used = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(), feature_version=(3, 10))):
+            if isinstance(node, ast.Attribute):
+                names = {node.attr}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = {each.name for each in node.names} | {node.module}
+            elif isinstance(node, ast.Import):
+                names = {each.name for each in node.names}
+            else:
+                continue
+            used += [f"{path.relative_to(ROOT)}: {name}" for name in sorted(names & NEWER)]
+    # It is where notes are added, by a way of its own where exceptions have none.
+    assert used == ["core/errors.py: add_note"] * (folder == "core")

@@ -15,7 +15,7 @@ from torch import nn
 from ..engine.advisor.planning import SIZED_BEHIND
 from ..engine.codecs.blob import BlobCodec
 from ..engine.versions import version_of
-from ..errors import BitslabError
+from ..errors import BitslabError, add_note
 from .copies import KeptView, SavedView, StoredCopy
 from .executor import Executor
 from .forms import SavedForm
@@ -386,7 +386,7 @@ class SavedTensorHooks:
             self._tell_no_memory(counts, error)
             return False
         except Exception as error:
-            error.add_note(f"bitslab: while packing {counts.site.name!r}")
+            add_note(error, f"bitslab: while packing {counts.site.name!r}")
             raise
         counts.tensors += 1
         return True
@@ -470,7 +470,7 @@ class SavedTensorHooks:
             form = packed.form
             t = flat if form is copy.form else form.tensor_of(flat, copy.span.begin, copy.gaps)
         except Exception as error:
-            error.add_note(f"bitslab: while reading {packed.name!r} for the backward pass")
+            add_note(error, f"bitslab: while reading {packed.name!r} for the backward pass")
             raise
         if watcher is not None:
             watcher.held(flat.untyped_storage())
@@ -511,7 +511,7 @@ class SavedTensorHooks:
             flat = copy.bytes_of(True if replaying else copy.is_read(packed))
             t = packed.form.tensor_of(flat, copy.span.begin, copy.gaps)
         except Exception as error:
-            error.add_note(f"bitslab: while reading {packed.name!r} for the backward pass")
+            add_note(error, f"bitslab: while reading {packed.name!r} for the backward pass")
             raise
         finally:
             self._local.replays -= 1

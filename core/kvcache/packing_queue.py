@@ -7,7 +7,7 @@ from weakref import ref
 
 import torch
 
-from ..errors import BitslabError
+from ..errors import BitslabError, add_note
 
 #: Raw bytes of the histories whose samples, or whose packed sizes, have not come to the host. With
 #: more of them, the host waits for the oldest, behind whose work that of later layers is queued, so
@@ -123,5 +123,5 @@ def _pack_on(history: Packs, *, wait: bool) -> None:
     except BitslabError as error:
         raise type(error)(f"{history.name}: {error}") from error
     except Exception as error:
-        error.add_note(f"bitslab: while packing {history.name}")
+        add_note(error, f"bitslab: while packing {history.name}")
         raise

@@ -41,11 +41,11 @@ def make():
     model = nn.Sequential(block(), block())
     for i in range(2):
         plan = {
-            f"{i}.0": SequenceParallel(sequence_dim=0),
-            f"{i}.1": ColwiseParallel(input_layouts=Shard(0), **kept),
-            f"{i}.3": RowwiseParallel(output_layouts=Shard(0), **kept),
+            "0": SequenceParallel(sequence_dim=0),
+            "1": ColwiseParallel(input_layouts=Shard(0), **kept),
+            "3": RowwiseParallel(output_layouts=Shard(0), **kept),
         }
-        parallelize_module(model, mesh, plan)
+        parallelize_module(model[i], mesh, plan)
     return model
 
 def train(options):

@@ -54,8 +54,8 @@ def test_views_of_negated_parts_are_compared(every: int) -> None:
 def test_a_swapped_offset(monkeypatch: pytest.MonkeyPatch, every: int) -> None:
     real = SavedForm.tensor_of
 
-    def tensor_of(form: SavedForm, flat: torch.Tensor, begin: int) -> torch.Tensor:
-        return real(form, flat.roll(1), begin)
+    def tensor_of(form: SavedForm, flat: torch.Tensor, *where: Any) -> torch.Tensor:
+        return real(form, flat.roll(1), *where)
 
     monkeypatch.setattr(SavedForm, "tensor_of", tensor_of)
     with pytest.raises(VerifyError, match=r"saved at '\d:0', output of TanhBackward0, moved raw"):
