@@ -191,7 +191,7 @@ def test_the_package_is_written_for_the_lowest_python(folder: str) -> None:
             if isinstance(node, ast.Attribute):
                 names = {node.attr}
             elif isinstance(node, ast.ImportFrom) and not node.level:
-                names = {each.name for each in node.names} | {node.module}
+                names = {each.name for each in node.names} | {node.module or ""}
             elif isinstance(node, ast.Import):
                 names = {each.name for each in node.names}
             else:

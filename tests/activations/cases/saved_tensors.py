@@ -136,7 +136,8 @@ def views_of_other_dtypes_at_odd_places(t: Any) -> Tensors:
 @case
 def chunks_with_versions_of_their_own(t: Any) -> Tensors:
     """As gates of an LSTM: they share a storage, and are changed in place one after the other."""
-    w, found = t.tensor(8), []
+    w = t.tensor(8)
+    found: list[torch.Tensor] = []
     with t.context():
         y = torch.zeros((), device=t.device)
         for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.int64):

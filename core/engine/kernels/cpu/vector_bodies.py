@@ -82,7 +82,9 @@ def least_bits_of_codes(counts):
         total += count
         if count > 1:
             bits -= count * np.log2(np.float64(count))
-    return max(np.int64(0), np.int64(bits + total * np.log2(np.float64(max(total, 1)))) - 1)
+    if total == 0:
+        return np.int64(0)
+    return max(np.int64(0), np.int64(bits + total * np.log2(np.float64(total))) - np.int64(1))
 
 
 @njit(nogil=True, cache=True)
