@@ -178,7 +178,7 @@ def test_options_that_are_refused(script: Any, options: list[str], text: str, re
 def test_unknown_codec_is_refused(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
     options = [*TINY, "--device", "cpu", "--ways", "static", "--codecs", "none"]
     assert script.main(options) == 2
-    assert "codec: 'none' is not known" in capsys.readouterr().err
+    assert "codecs: 'none' is not known" in capsys.readouterr().err
 
 
 @pytest.mark.gpu

@@ -11,6 +11,7 @@ import torch
 import transformers
 
 import bitslab
+from bitslab.errors import BitslabError
 from bitslab.integrations.accelerate import offload_compressed
 from bitslab.integrations.transformers import KVCompCache
 from bitslab.kvcache.in_flight import InFlightBlocks
@@ -217,3 +218,20 @@ def test_another_device_is_refused() -> None:
     cache = compressed(config_of("llama"), device="cuda")
     with pytest.raises(bitslab.ArgumentTypeError, match="key_states: on cpu"):
         cache.update(torch.zeros(1, 2, 3, 16), torch.zeros(1, 2, 3, 16), 0)
+
+
+@pytest.mark.parametrize("kind", [compressed, KVCompCache], ids=["compressed", "kvcomp"])
+def test_a_step_that_is_captured_is_refused_and_changes_nothing(kind: Any) -> None:
+    cache = kind(config_of("llama"), offload=False)
+    k = torch.randn(1, 2, 40, 16, device="cuda")
+    cache.update(k, k, 0)
+    graph = torch.cuda.CUDAGraph()
+    with (
+        pytest.raises(BitslabError, match="a CUDA graph is being captured"),
+        torch.cuda.graph(graph, capture_error_mode="thread_local"),
+    ):
+        k.add_(0)  # torch warns of graphs that hold nothing
+        cache.update(k[:, :, :1], k[:, :, :1], 0)
+    assert cache.get_seq_length() == 40
+    keys, _ = cache.update(k[:, :, :1], k[:, :, :1], 0)
+    assert torch.equal(keys[:, :, :40], k)
