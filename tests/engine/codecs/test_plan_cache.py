@@ -9,15 +9,12 @@ import bitslab
 from bitslab import InvariantCodec
 from bitslab.engine.codecs import PlanCache
 from bitslab.engine.codecs.invariant import plan_cache, planner, sample
+from tests.engine.codecs.sizes import stored_bytes
 from tests.helpers import random_bits, same_bits
 
 
 def weights(seed: int, scale: float = 0.02, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return (torch.randn(600, 256, generator=torch.Generator().manual_seed(seed)) * scale).to(dtype)
-
-
-def stored_bytes(codec: InvariantCodec, rows: torch.Tensor) -> int:
-    return codec.encode(rows).nbytes + codec.profile_bytes
 
 
 def test_tensors_of_a_kind_keep_a_plan_and_have_values_of_their_own():
