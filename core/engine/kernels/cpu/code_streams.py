@@ -2,6 +2,9 @@
 
 ``codes`` are int16 ``[n]``, of which ``least`` is symbol 0. ``table`` has of each symbol, uint32,
 its code with the first bit lowest, and from bit 16 on its length.
+
+Words are taken from a stream by the same lines in each loop: as a function of their own, inlined or
+not, reading took 1.3 to 1.8 times as long (1.7 to 8 bits a code).
 """
 
 from __future__ import annotations
