@@ -156,9 +156,10 @@ class SavedForm:
             and t.dim() > 0
         )
 
-    def fits(self, t: torch.Tensor, storage: torch.UntypedStorage) -> bool:
-        """Return whether a tensor has this form."""
-        base = base_of(t)
+    def fits(
+        self, t: torch.Tensor, storage: torch.UntypedStorage, base: torch.Tensor | None
+    ) -> bool:
+        """Return whether a tensor, a view of `base` or of none, has this form."""
         return (
             t.shape == self.shape
             and t.stride() == self.stride

@@ -198,10 +198,9 @@ class SavedTensorHooks:
                 if self._select is None and current.watcher is None and current.plan is None:
                     return t.detach(), version  # nobody sees its read
                 return self._keep(t, version, storage, current, counts)
-        form = self._forms.get(name)
-        if form is None or not form.fits(t, storage):
+        form, base = self._forms.get(name), base_of(t)
+        if form is None or not form.fits(t, storage, base):
             form = self._forms[name] = SavedForm(t, storage)
-        base = base_of(t)
         root = t if base is None else base
         copy = self._copies.find(storage, root, version, form.span)
         if copy is not None and copy.is_lossy and is_exact(t):
