@@ -464,7 +464,7 @@ class SavedTensorHooks:
         replaying = tried or bool(getattr(self._local, "replays", 0))
         try:
             if not replaying and record.plan is not None:
-                self._fetch_planned(record, copy)
+                self._begin(record, record.begins_after(copy.name), copy)
             flat = executor.bytes_of(copy, True if replaying else copy.is_read(packed))
             form = packed.form
             t = flat if form is copy.form else form.tensor_of(flat, copy.span.begin, copy.gaps)
@@ -525,15 +525,16 @@ class SavedTensorHooks:
         """Return whether this thread computes a saved tensor again."""
         return bool(getattr(self._local, "replays", 0))
 
-    def _fetch_planned(self, record: PassRecord, copy: StoredCopy) -> None:
-        """Begin the fetches that the read of a copy lets begin, behind its own."""
-        begun = record.begins_after(copy.name)
-        if begun.fetches:
-            self._fetch(copy)
-        self._begin(record, begun)
+    def _begin(self, record: PassRecord, begun: Begun, own: StoredCopy | None = None) -> None:
+        """Begin reads of a disk, and fetches, which are tried again where a read is not over.
 
-    def _begin(self, record: PassRecord, begun: Begun) -> None:
-        """Begin reads of a disk, and fetches, which are tried again where a read is not over."""
+        What leaves makes room first. Fetches begin behind that of a tensor's `own` copy.
+        """
+        if begun.in_flight_bytes is not None:
+            for executor in self._executors.values():
+                executor.bound_in_flight(begun.in_flight_bytes, now=True)
+        if own is not None and begun.fetches:
+            self._fetch(own)
         for each in begun.reads:
             self._read_ahead(each)
         for each in begun.fetches:

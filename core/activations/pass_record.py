@@ -25,7 +25,9 @@ class PassPlan:
     reads : mapping of str to tuple of str
         As `fetches`: what is then read from a disk to host memory, ahead of its fetch.
     in_flight_bytes : mapping of str to int
-        By site that is moved, bytes that may be on their way out from its save to the next one.
+        By site, bytes that may be on their way out from its save to the next one.
+    backward_in_flight_bytes : mapping of str to int
+        The same by site whose read leaves room for less than what was read before it.
     replays : mapping of str to tuple
         By site, the signature of the replay that was found exact.
     modules : frozenset of str
@@ -39,6 +41,7 @@ class PassPlan:
     fetches: Mapping[str, tuple[str, ...]]
     reads: Mapping[str, tuple[str, ...]]
     in_flight_bytes: Mapping[str, int]
+    backward_in_flight_bytes: Mapping[str, int]
     replays: Mapping[str, tuple[Any, ...]]
     modules: frozenset[str]
     named: frozenset[str]
@@ -54,10 +57,13 @@ class Begun(NamedTuple):
         Copies that are read from a disk to host memory.
     fetches : tuple of StoredCopy
         Copies that are brought back to the device.
+    in_flight_bytes : int, optional
+        Bytes that may be on their way out from now on, before anything begins.
     """
 
     reads: tuple[StoredCopy, ...]
     fetches: tuple[StoredCopy, ...]
+    in_flight_bytes: int | None = None
 
 
 NOTHING_BEGINS = Begun((), ())
@@ -154,6 +160,7 @@ class PassRecord(Pass):
         return Begun(
             tuple(copy for name in names for copy in self._copies_of(reads.get(name, ()))),
             late + tuple(copy for name in names for copy in self._copies_of(fetches.get(name, ()))),
+            self.plan.backward_in_flight_bytes.get(names[-1]),
         )
 
     def _copies_of(self, names: tuple[str, ...]) -> tuple[StoredCopy, ...]:

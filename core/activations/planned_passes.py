@@ -7,14 +7,18 @@ backward pass reads them: when it enters a module, those of the next one are on 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..engine.advisor.planning import Plan, StepProfile, Timeline
+from ..engine.advisor.planning import Choices, Plan, StepProfile, Timeline
 from .pass_record import PassPlan
+
+Floats = npt.NDArray[np.float64]
 
 #: Sites that are read first, whose reads begin fetches.
 FIRST_READ = 3
@@ -83,15 +87,17 @@ def pass_plan(
 
     fetches = begun({each.site: each.fetch_after for each in plan.sites})
     reads = begun({each.site: each.read_after for each in plan.sites})
+    saved_bytes, read_bytes = _in_flight_bytes(plan, profile, timeline, fetches)
     kept = [name for name in names if chosen[name].action == "keep"]
     begins = fetches.keys() | reads.keys()
-    named = (begins - {""}) & set(kept)
+    named = ((begins | read_bytes.keys()) - {""}) & set(kept)
     if "" in begins:
         named |= set(kept[:FIRST_READ])
     return PassPlan(
         fetches=fetches,
         reads=reads,
-        in_flight_bytes=_in_flight_bytes(plan, profile, timeline),
+        in_flight_bytes=saved_bytes,
+        backward_in_flight_bytes=read_bytes,
         replays={n: s for n, s in replays.items() if n in chosen and chosen[n].action == "replay"},
         modules=frozenset(plan.modules),
         named=frozenset(named),
@@ -105,11 +111,53 @@ def _seen_site(names: list[str], seen: list[bool], at: int, before: int) -> str:
     return next((names[k] for k in tried if seen[k]), "")
 
 
-def _in_flight_bytes(plan: Plan, profile: StepProfile, timeline: Timeline) -> dict[str, int]:
-    """Return, by site that is saved, the bytes that may be on their way out behind its save.
+@dataclass
+class _Leaving:
+    """Tensors that are moved, in the order of their saves.
 
-    Of what is kept only where not all that is on its way may remain: the device waits as late as
-    the limit allows.
+    Parameters
+    ----------
+    nbytes : list of float
+        Device memory of each while it is on its way out.
+    used_until : list of int
+        The moment until which a tensor counts among what is needed; its packed form never does.
+    used_from_turn : list of int
+        The same in the backward pass. What comes back first is handed back where it has not left,
+        and counts once.
+    """
+
+    nbytes: list[float] = field(default_factory=list)
+    used_until: list[int] = field(default_factory=list)
+    used_from_turn: list[int] = field(default_factory=list)
+
+    def allowed_bytes(self, room: Floats, begin: int, until: int, turn: int) -> float:
+        """Return the bytes that may be on their way from a moment until another one.
+
+        Parameters
+        ----------
+        room : numpy.ndarray
+            float64 ``[moments]``, what the limit leaves beside what is needed.
+        begin, until, turn : int
+            Moments; one at least counts. The backward pass begins at `turn`.
+        """
+        last_first = np.array(self.nbytes[::-1])
+        used = np.array(self.used_until[::-1]), np.array(self.used_from_turn[::-1])
+        return min(
+            _allowed_bytes(room[at], at, last_first, used[at >= turn])
+            for at in range(begin, min(max(until, begin + 1), len(room)))
+        )
+
+
+def _in_flight_bytes(
+    plan: Plan,
+    profile: StepProfile,
+    timeline: Timeline,
+    fetches: Mapping[str, tuple[str, ...]],
+) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the bytes that may be on their way out behind saves, and behind reads, by site.
+
+    Saves of what is kept, and reads, only where not all that is on its way may remain: the device
+    waits as late as the limit allows, however long copies take.
     """
     limit = plan.prediction.peak_bytes
     if plan.memory_bytes is not None:
@@ -123,48 +171,68 @@ def _in_flight_bytes(plan: Plan, profile: StepProfile, timeline: Timeline) -> di
         if each.site in first:
             need[timeline.turn : int(read[i])] += each.nbytes
     actions = [chosen[each.site].action for each in profile.sites]
+    order = [i for i in read_order(profile) if actions[i] != "checkpoint"]
+    room = limit - need - _fetched_bytes(profile, timeline, choices, fetches, first)
+    turn, leaving = timeline.turn, _Leaving()
+    saves: dict[str, int] = {}
+    allowed = math.inf
     seen = [i for i, action in enumerate(actions) if action != "checkpoint"]
-    out: list[int] = []
-    leaving: list[float] = []
-    # Until then a tensor counts among what is needed; its packed form never does. What comes back
-    # first is handed back where it has not left, and counts once.
-    used_until: list[int] = []
-    used_from_turn: list[int] = []
-    found = {}
     for i, following in itertools.zip_longest(seen, seen[1:]):
         is_moved = actions[i] in ("host", "disk")
         begin = int(timeline.saved[i])
         if is_moved:
             staged_bytes = timeline.costs[i][int(choices.options[i])].staged_bytes
-            out.append(i)
-            leaving.append(staged_bytes or profile.sites[i].nbytes)
-            used_until.append(0 if staged_bytes else max(int(timeline.released[i]), begin + 1))
-            handed_back = profile.sites[i].site in first
-            used_from_turn.append(len(need) if handed_back else used_until[-1])
-        if not out:
+            until = 0 if staged_bytes else max(int(timeline.released[i]), begin + 1)
+            leaving.nbytes.append(staged_bytes or profile.sites[i].nbytes)
+            leaving.used_until.append(until)
+            leaving.used_from_turn.append(len(need) if profile.sites[i].site in first else until)
+        if not leaving.nbytes:
             continue
-        if following is not None:
-            until = int(timeline.saved[following])
-        else:
-            until = timeline.turn
-            if profile.link is not None:
-                room_bytes = max(0.0, limit - float(need[begin : until + 1].max()))
-                end_s = profile.turn_s + profile.link.to_host_seconds(room_bytes)
-                until = int(np.searchsorted(timeline.moments, end_s)) + 1
-        moments = range(begin, min(max(until, begin + 1), len(need)))
-        last_first = np.array(leaving[::-1])
-        used = np.array(used_until[::-1]), np.array(used_from_turn[::-1])
-        allowed = min(
-            _allowed_bytes(limit - need[at], at, last_first, used[at >= timeline.turn])
-            for at in moments
-        )
-        if is_moved or allowed < sum(leaving):
-            found[profile.sites[i].site] = max(0, int(allowed))
+        until = int(read[order[0]]) if following is None else int(timeline.saved[following])
+        allowed = leaving.allowed_bytes(room, begin, until, turn)
+        if is_moved or allowed < sum(leaving.nbytes):
+            saves[profile.sites[i].site] = max(0, int(allowed))
+    reads: dict[str, int] = {}
+    for i, following in itertools.zip_longest(order, order[1:]):
+        if not leaving.nbytes:
+            break
+        until = len(need) if following is None else int(read[following])
+        behind = leaving.allowed_bytes(room, int(read[i]), until, turn)
+        if behind < min(allowed, sum(leaving.nbytes)):
+            allowed = behind
+            reads[profile.sites[i].site] = max(0, int(allowed))
+    return saves, reads
+
+
+def _fetched_bytes(
+    profile: StepProfile,
+    timeline: Timeline,
+    choices: Choices,
+    fetches: Mapping[str, tuple[str, ...]],
+    first: Collection[str],
+) -> Floats:
+    """Return the bytes that were fetched before they are read, or are being decoded, ``[moments]``.
+
+    Without those that come back `first`.
+    """
+    _, read = timeline.needed(choices)
+    number = {each.site: i for i, each in enumerate(profile.sites)}
+    begin = read.copy()
+    for name, begun in fetches.items():
+        for site in begun:
+            begin[number[site]] = int(read[number[name]]) if name else timeline.turn
+    found = np.zeros(len(timeline.moments))
+    for i, each in enumerate(profile.sites):
+        option = int(choices.options[i])
+        if timeline.candidates[i][option].action not in ("host", "disk") or each.site in first:
+            continue
+        costs = timeline.costs[i][option]
+        found[int(begin[i]) : int(read[i]) + bool(costs.packed_bytes)] += costs.moved_bytes
     return found
 
 
 def _allowed_bytes(
-    room: float, at: int, leaving: npt.NDArray[np.float64], used_until: npt.NDArray[np.intp]
+    room: float, at: int, leaving: Floats, used_until: npt.NDArray[np.intp]
 ) -> float:
     """Return the bytes that may be on their way out at a moment.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,9 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from bitslab.activations import crossing
+from bitslab.activations import crossing, policy_choice
 from bitslab.activations import hooks as hooks_module
-from bitslab.activations import offload as offload_module
 from bitslab.activations.local_copies import replayed_copy
 from bitslab.activations.pass_record import PassPlan, PassRecord
 from bitslab.activations.planned import PlannedPolicy
@@ -41,6 +41,7 @@ class DrawnPolicy(PlannedPolicy):
 
     seed = 0
     keeps = True
+    passes = 0
 
     def decide(self, site: Site) -> Choice:
         self._seen[site.name] = site
@@ -53,6 +54,7 @@ class DrawnPolicy(PlannedPolicy):
 
     def begin(self, entered: PassRecord) -> bool:
         # Any site lets any other be fetched, what is not there is passed over.
+        DrawnPolicy.passes += 1
         names = [f"{i}:{j}" for i in range(4) for j in range(3)]
         draw = random.Random(self.seed)
         fetches = {draw.choice(["", *names]): tuple(draw.sample(names, 3)) for _ in range(4)}
@@ -60,6 +62,7 @@ class DrawnPolicy(PlannedPolicy):
             fetches=fetches,
             reads={draw.choice(["", *names]): tuple(draw.sample(names, 3)) for _ in range(2)},
             in_flight_bytes={name: draw.choice([0, 1 << 30]) for name in names},
+            backward_in_flight_bytes={name: draw.choice([0, 4096]) for name in names[::2]},
             replays=defaultdict(tuple),
             modules=frozenset(),
             named=frozenset(draw.sample(names, 4)),
@@ -69,7 +72,7 @@ class DrawnPolicy(PlannedPolicy):
 
 
 @pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> type[DrawnPolicy]:
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[DrawnPolicy]]:
     """Plan by draws, and replay what is found exact when it is saved."""
     real: Any = replayed_copy
 
@@ -79,8 +82,10 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> type[DrawnPolicy]:
         return real(name, flat, span, root, *rest[:-1], signature)
 
     monkeypatch.setattr(hooks_module, "replayed_copy", proven)
-    monkeypatch.setattr(offload_module, "PlannedPolicy", DrawnPolicy)
-    return DrawnPolicy
+    monkeypatch.setattr(policy_choice, "PlannedPolicy", DrawnPolicy)
+    DrawnPolicy.passes = 0
+    yield DrawnPolicy
+    assert DrawnPolicy.passes, "no pass followed a drawn plan"
 
 
 @pytest.fixture

@@ -172,7 +172,10 @@ class StreamFetcher:
         """Raise the error of an earlier batch's kernel; `get` can be called again after it."""
         error, self._earlier_error = self._earlier_error, None
         if error is not None:
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # or its traceback would hold it in a cycle
 
     def finish(self, fetch: Fetch) -> None:
         """Make the current stream wait for the rows of a batch."""

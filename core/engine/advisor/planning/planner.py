@@ -30,7 +30,9 @@ class MemoryLimitError(ArgumentError):
         The least that one can.
     """
 
-    least_bytes: int = 0
+    def __init__(self, message: str, least_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.least_bytes = least_bytes
 
 
 def make_plan(
@@ -85,13 +87,13 @@ def make_plan(
     solver = Solver(timeline)
     least = solver.least()
     if least.prediction.peak_bytes > memory_bytes:
-        error = MemoryLimitError(
-            f"memory_bytes: {memory_bytes:,}, and the least possible is "
-            f"{math.ceil(least.prediction.peak_bytes):,} ({plain.peak_bytes:,.0f} with everything "
-            "kept)"
+        least_bytes = math.ceil(least.prediction.peak_bytes)
+        # In no variable: its traceback would hold that, and tensors of the callers, in a cycle.
+        raise MemoryLimitError(
+            f"memory_bytes: {memory_bytes:,}, and the least possible is {least_bytes:,} "
+            f"({plain.peak_bytes:,.0f} with everything kept)",
+            least_bytes,
         )
-        error.least_bytes = math.ceil(least.prediction.peak_bytes)
-        raise error
     found = solver.solve(memory_bytes)
     if not found.fits:  # the plan of least memory does
         found = _under(timeline, least.choices, memory_bytes)
