@@ -501,7 +501,7 @@ class SavedTensorHooks:
         record = record_of(copy)
         replaying = self._replays_now()
         if not replaying:
-            self._begin(record, record.begins_after(packed.name))
+            self._begin(record, record.begins_after(copy.name))
         # Unpacking is no compute; a replay is.
         unpacks = record.profile is not None and isinstance(copy, PackedCopy)
         begin = now(copy.device) if unpacks else None

@@ -32,8 +32,9 @@ class PassPlan:
         By site, the signature of the replay that was found exact.
     modules : frozenset of str
         Modules that are checkpointed.
-    named : frozenset of str
-        Sites that are kept and whose reads are to be seen.
+    named : mapping of str to str
+        By site that is kept, or saves a view of what is, and whose reads are to be seen, the one
+        that was planned.
     falls_back_to_keeping : bool
         Whether a tensor is kept that cannot be replayed after all; else it is moved.
     """
@@ -44,7 +45,7 @@ class PassPlan:
     backward_in_flight_bytes: Mapping[str, int]
     replays: Mapping[str, tuple[Any, ...]]
     modules: frozenset[str]
-    named: frozenset[str]
+    named: Mapping[str, str]
     falls_back_to_keeping: bool
 
 
@@ -136,6 +137,7 @@ class PassRecord(Pass):
         """Return the copies whose reads and fetches may begin with the read of a site."""
         if self.plan is None:
             return NOTHING_BEGINS
+        name = self.plan.named.get(name, name)
         names = (name,) if self._backward_began else ("", name)
         self._backward_began = True
         # What is read now is fetched in any case, and not again when that is over.

@@ -200,7 +200,7 @@ class PlannedPolicy:
             if self._memory is None:
                 return Choice(KEEP, "Kept: not profiled yet.")
             return Choice(RAW, "Raw: moved until a step was profiled.")
-        if site.name in recorded.views:
+        if site.name in recorded.views or site.name in recorded.unread:
             return Choice(KEEP, "Kept: a view of what another site saved, or never read.")
         planned = plan.site(site.name)
         if any(inside_module(site.name, module) for module in plan.modules):
@@ -371,7 +371,11 @@ class PlannedPolicy:
         plan = self._made(profile)
         assert self._recorded is not None
         passes = pass_plan(
-            plan, profile, self._recorded.replays, falls_back_to_keeping=self._memory is None
+            plan,
+            profile,
+            self._recorded.replays,
+            self._recorded.views,
+            falls_back_to_keeping=self._memory is None,
         )
         self._follow(plan, passes, profile)
 

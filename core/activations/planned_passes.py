@@ -63,6 +63,7 @@ def pass_plan(
     plan: Plan,
     profile: StepProfile,
     replays: Mapping[str, tuple[Any, ...]],
+    views: Mapping[str, str],
     *,
     falls_back_to_keeping: bool,
 ) -> PassPlan:
@@ -100,7 +101,7 @@ def pass_plan(
         backward_in_flight_bytes=read_bytes,
         replays={n: s for n, s in replays.items() if n in chosen and chosen[n].action == "replay"},
         modules=frozenset(plan.modules),
-        named=frozenset(named),
+        named={n: n for n in named} | {n: of for n, of in views.items() if of in named},
         falls_back_to_keeping=falls_back_to_keeping,
     )
 

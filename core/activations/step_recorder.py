@@ -113,8 +113,10 @@ class RecordedStep:
     ----------
     profile : StepProfile
         What it showed.
-    views : frozenset of str
-        Sites that save views of what others have saved, and what no pass has read.
+    views : mapping of str to str
+        By site that saves a view of what another one has saved, that one.
+    unread : frozenset of str
+        Sites that save what no pass has read.
     replays : mapping of str to tuple
         By site, the signature of the replay that was found exact.
     elements : mapping of str to tuple
@@ -124,7 +126,8 @@ class RecordedStep:
     """
 
     profile: StepProfile
-    views: frozenset[str]
+    views: Mapping[str, str]
+    unread: frozenset[str]
     replays: Mapping[str, tuple[Any, ...]]
     not_checkpointed: Mapping[str, str]
 
@@ -412,9 +415,9 @@ class StepRecorder:
             other_bytes=self._other_bytes(clock),
             link=self._link(link),
         )
-        views = frozenset(self._first_of) | (set(self._saved) - set(read))
+        unread = frozenset(set(self._saved) - set(read))
         signatures = {name: replay.signature for name, replay in exact.items()}
-        return RecordedStep(profile, views, signatures, why_not)
+        return RecordedStep(profile, dict(self._first_of), unread, signatures, why_not)
 
     def gaps_s(self) -> list[float]:
         """Return the seconds of compute before each event but the first; waits for the device."""

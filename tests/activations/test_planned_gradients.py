@@ -65,7 +65,7 @@ class DrawnPolicy(PlannedPolicy):
             backward_in_flight_bytes={name: draw.choice([0, 4096]) for name in names[::2]},
             replays=defaultdict(tuple),
             modules=frozenset(),
-            named=frozenset(draw.sample(names, 4)),
+            named={name: draw.choice(names) for name in draw.sample(names, 4)},
             falls_back_to_keeping=self.keeps,
         )
         return False

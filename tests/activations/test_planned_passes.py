@@ -33,7 +33,7 @@ def follow(plan: Plan, profile: StepProfile, slower: float = 1.0) -> tuple[float
         Most bytes of the device at any moment, and the seconds of waits in the forward pass.
     """
     timeline = Timeline(profile)
-    passes = pass_plan(plan, profile, {}, falls_back_to_keeping=False)
+    passes = pass_plan(plan, profile, {}, {}, falls_back_to_keeping=False)
     need, read = timeline.needed(timeline.choices(plan.choices()))
     chosen, link = plan.choices(), profile.link
     assert link is not None
@@ -141,9 +141,9 @@ def test_a_peak_of_the_backward_pass_waits_for_what_still_leaves() -> None:
     plan = replace(
         plan, sites=tuple(own), prediction=replace(plan.prediction, peak_bytes=40.0 * MB)
     )
-    passes = pass_plan(plan, profile, {}, falls_back_to_keeping=False)
+    passes = pass_plan(plan, profile, {}, {"view": "2"}, falls_back_to_keeping=False)
     assert passes.backward_in_flight_bytes == {"2": 0}
-    assert "2" in passes.named
+    assert passes.named.items() >= {"2": "2", "view": "2"}.items()
     assert follow(plan, profile, 100.0)[0] <= plan.prediction.peak_bytes
 
 
@@ -155,7 +155,7 @@ def test_what_has_no_room_before_it_is_read_is_fetched_then() -> None:
         sites = tuple(
             replace(each, fetch_after=after if each.site == own else None) for each in plan.sites
         )
-        passes = pass_plan(replace(plan, sites=sites), profile, {}, falls_back_to_keeping=False)
+        passes = pass_plan(replace(plan, sites=sites), profile, {}, {}, falls_back_to_keeping=False)
         assert passes.fetches == fetches
 
 

@@ -15,7 +15,7 @@ from bitslab.activations import hooks as hooks_module
 from bitslab.activations import planned as planned_module
 from bitslab.activations.executor import Executor
 from bitslab.activations.pass_record import PassPlan
-from bitslab.activations.planned_passes import read_order
+from bitslab.activations.planned_passes import pass_plan, read_order
 from bitslab.engine.advisor.planning import Candidate, Plan, StepProfile
 from tests.activations.test_planned import blocks, check, follow, holds, plan_of, steps
 
@@ -29,7 +29,7 @@ def test_reads_wait_for_what_leaves_where_a_plan_says_so(
     kind: str, monkeypatch: pytest.MonkeyPatch, holds: None
 ) -> None:
     """Copies take long; what is read first leaves no room for them."""
-    real, copy_on_host = planned_module.pass_plan, crossing.copy_on_host
+    real, copy_on_host = pass_plan, crossing.copy_on_host
     first: list[str] = []
     seen: list[tuple[int, int]] = []
 
@@ -42,7 +42,7 @@ def test_reads_wait_for_what_leaves_where_a_plan_says_so(
             made,
             in_flight_bytes=dict.fromkeys(made.in_flight_bytes, 1 << 30),
             backward_in_flight_bytes=dict.fromkeys(first, 0),
-            named=made.named | frozenset(first if kind == "keep" else ()),
+            named={**made.named, **({first[0]: first[0]} if kind == "keep" else {})},
         )
 
     def slow(*args: Any) -> None:
@@ -76,6 +76,40 @@ def test_reads_wait_for_what_leaves_where_a_plan_says_so(
     assert first
     assert any(before for before, _ in seen)  # copies were on their way
     assert all(after == 0 for _, after in seen)
+
+
+def test_the_read_of_a_view_is_that_of_what_was_planned(
+    monkeypatch: pytest.MonkeyPatch, holds: None
+) -> None:
+    """`up` reads what `gate` has saved, and reads it first."""
+    real, read_kept = pass_plan, hooks_module.SavedTensorHooks._read_kept
+    own, view = "3.gate:0", "3.up:0"
+    seen: list[str] = []
+
+    def planned(*given: Any, **options: Any) -> PassPlan:
+        passes = replace(real(*given, **options), backward_in_flight_bytes={own: 0})
+        return replace(passes, named={**passes.named, own: own, view: given[3][view]})
+
+    def read(self: Any, packed: Any) -> None:
+        seen.append(packed.name)
+        read_kept(self, packed)
+
+    class Watched(Executor):
+        def bound_in_flight(self, nbytes: int | None, *, now: bool = False) -> None:
+            super().bound_in_flight(nbytes, now=now)
+            if now and nbytes == 0:
+                seen.append("bound")
+
+    def choose(profile: StepProfile) -> Plan:
+        able = [each.site for each in profile.sites if each.movable and each.nbytes]
+        return plan_of(profile, dict.fromkeys(set(able) - {own}, Candidate("host")))
+
+    monkeypatch.setattr(planned_module, "pass_plan", planned)
+    monkeypatch.setattr(hooks_module.SavedTensorHooks, "_read_kept", read)
+    monkeypatch.setattr(hooks_module, "Executor", Watched)
+    follow(monkeypatch, choose)
+    check(blocks, n=8, slowdown=0.5, codecs=[])
+    assert (view, "bound") in zip(seen, seen[1:], strict=False)
 
 
 def test_a_limit_that_cannot_be_met_holds_no_tensor_of_a_pass(holds: None) -> None:
