@@ -37,6 +37,7 @@ from .verify import Verifier
 #: A tensor that is left as it is, with its version. Detached: an output that its own node saved
 #: would make a cycle that is never freed.
 KeptTensor = tuple[torch.Tensor, int]
+Device = torch.device | None
 
 
 class SavedTensorHooks:
@@ -259,12 +260,12 @@ class SavedTensorHooks:
         """Return what stands for a tensor that is kept, at least until another site moves it."""
         name = counts.site.name
         if current.names_kept(name):
-            begin = now(t.device)
+            begin = None if current.watcher is None else now(t.device)
             self._release_planned(current, counts.site)
             named = NamedView(t, version, name, current)
             if self._select is not None:
                 current.keep(named, storage)
-            if current.watcher is not None:
+            if current.watcher is not None and begin is not None:
                 flat = SavedForm(t, storage).copied_bytes(t, storage)
                 current.watcher.kept(named, counts.site, t, flat, begin)
             return named
@@ -310,12 +311,14 @@ class SavedTensorHooks:
 
     def _release_planned(self, current: PassRecord, site: Site) -> None:
         """Wait for copies on their way out, where a plan says so behind what does not leave."""
-        if current.plan is None:
-            return
-        allowed_bytes = current.plan.in_flight_bytes.get(site.name)
-        executor = self._executors.get(site.device)
-        if allowed_bytes is not None and executor is not None:
-            executor.bound_in_flight(allowed_bytes, now=True)
+        if current.plan is not None:
+            self._bound(site.device, current.plan.in_flight_bytes.get(site.name))
+
+    def _bound(self, device: Device, nbytes: int | None) -> None:
+        """Wait until copies on their way out of a device take so much at most; None: as it is."""
+        executor = None if device is None else self._executors.get(device)
+        if nbytes is not None and executor is not None:
+            executor.bound_in_flight(nbytes, now=True)
 
     def _settle_packed(self, behind: int = SIZED_BEHIND - 1) -> None:
         """Give up the originals of packed copies that fit; of all but the last ones.
@@ -464,7 +467,7 @@ class SavedTensorHooks:
         replaying = tried or bool(getattr(self._local, "replays", 0))
         try:
             if not replaying and record.plan is not None:
-                self._begin(record, record.begins_after(copy.name), copy)
+                self._begin(record, record.begins_after(copy.name), copy.device, copy)
             flat = executor.bytes_of(copy, True if replaying else copy.is_read(packed))
             form = packed.form
             t = flat if form is copy.form else form.tensor_of(flat, copy.span.begin, copy.gaps)
@@ -494,14 +497,15 @@ class SavedTensorHooks:
             return
         if watcher is not None:
             watcher.read_kept(packed)
-        self._begin(record, record.begins_after(packed.name))
+        assert packed.t is not None
+        self._begin(record, record.begins_after(packed.name), packed.t.device)
 
     def _read_local(self, packed: SavedView, copy: LocalCopy) -> torch.Tensor:
         """Return a saved tensor that remained on the device in another form."""
         record = record_of(copy)
         replaying = self._replays_now()
         if not replaying:
-            self._begin(record, record.begins_after(copy.name))
+            self._begin(record, record.begins_after(copy.name), copy.device)
         # Unpacking is no compute; a replay is.
         unpacks = record.profile is not None and isinstance(copy, PackedCopy)
         begin = now(copy.device) if unpacks else None
@@ -525,14 +529,15 @@ class SavedTensorHooks:
         """Return whether this thread computes a saved tensor again."""
         return bool(getattr(self._local, "replays", 0))
 
-    def _begin(self, record: PassRecord, begun: Begun, own: StoredCopy | None = None) -> None:
+    def _begin(
+        self, record: PassRecord, begun: Begun, device: Device = None, own: StoredCopy | None = None
+    ) -> None:
         """Begin reads of a disk, and fetches, which are tried again where a read is not over.
 
-        What leaves makes room first. Fetches begin behind that of a tensor's `own` copy.
+        What leaves `device` makes room first; fetches begin behind that of the `own` copy.
         """
         if begun.in_flight_bytes is not None:
-            for executor in self._executors.values():
-                executor.bound_in_flight(begun.in_flight_bytes, now=True)
+            self._bound(device, begun.in_flight_bytes)
         if own is not None and begun.fetches:
             self._fetch(own)
         for each in begun.reads:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from ..engine.advisor.planning import Choices, Plan, StepProfile, Timeline
 from .pass_record import PassPlan
 
 Floats = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
 
 #: Sites that are read first, whose reads begin fetches.
 FIRST_READ = 3
@@ -112,39 +112,43 @@ def _seen_site(names: list[str], seen: list[bool], at: int, before: int) -> str:
     return next((names[k] for k in tried if seen[k]), "")
 
 
-@dataclass
 class _Leaving:
-    """Tensors that are moved, in the order of their saves.
+    """Tensors that are moved, in the order of their saves, and when these count alone.
 
-    Parameters
-    ----------
-    nbytes : list of float
-        Device memory of each while it is on its way out.
-    used_until : list of int
-        The moment until which a tensor counts among what is needed; its packed form never does.
-    used_from_turn : list of int
-        The same in the backward pass. What comes back first is handed back where it has not left,
-        and counts once.
+    Until the forward pass gives a tensor up, and from the moment at which it is brought back or
+    handed back until it is freed, it counts among what is needed; its packed form never does.
     """
 
-    nbytes: list[float] = field(default_factory=list)
-    used_until: list[int] = field(default_factory=list)
-    used_from_turn: list[int] = field(default_factory=list)
+    def __init__(self, timeline: Timeline, choices: Choices, back: Indices, freed: Indices) -> None:
+        self._timeline, self._choices, self._back, self._freed = timeline, choices, back, freed
+        #: Device memory of each while it is on its way out.
+        self.nbytes: list[float] = []
+        #: Moments until which, from which, and until which again it counts elsewhere.
+        self._elsewhere: list[tuple[int, int, int]] = []
 
-    def allowed_bytes(self, room: Floats, begin: int, until: int, turn: int) -> float:
+    def add(self, i: int) -> None:
+        """Add a tensor that is saved now."""
+        timeline = self._timeline
+        staged_bytes = timeline.costs[i][int(self._choices.options[i])].staged_bytes
+        released = max(int(timeline.released[i]), int(timeline.saved[i]) + 1)
+        self.nbytes.append(staged_bytes or float(timeline.nbytes[i]))
+        elsewhere = released, int(self._back[i]), int(self._freed[i])
+        self._elsewhere.append((0, 0, 0) if staged_bytes else elsewhere)
+
+    def allowed_bytes(self, room: Floats, begin: int, until: int) -> float:
         """Return the bytes that may be on their way from a moment until another one.
 
         Parameters
         ----------
         room : numpy.ndarray
             float64 ``[moments]``, what the limit leaves beside what is needed.
-        begin, until, turn : int
-            Moments; one at least counts. The backward pass begins at `turn`.
+        begin, until : int
+            Moments; one at least counts.
         """
         last_first = np.array(self.nbytes[::-1])
-        used = np.array(self.used_until[::-1]), np.array(self.used_from_turn[::-1])
+        released, back, freed = np.array(self._elsewhere[::-1]).T
         return min(
-            _allowed_bytes(room[at], at, last_first, used[at >= turn])
+            _allowed_bytes(room[at], last_first, (at < released) | (back <= at) & (at < freed))
             for at in range(begin, min(max(until, begin + 1), len(room)))
         )
 
@@ -166,88 +170,74 @@ def _in_flight_bytes(
     chosen = plan.choices()
     choices = timeline.choices(chosen)
     need, read = timeline.needed(choices)
-    # What comes back first takes its room while the last copies are on their way out.
-    first = {each.site for each in plan.sites if each.fetch_after == ""}
-    for i, each in enumerate(profile.sites):
-        if each.site in first:
-            need[timeline.turn : int(read[i])] += each.nbytes
+    back, ahead = _fetched(profile, timeline, choices, read, fetches)
+    room = limit - need - ahead
     actions = [chosen[each.site].action for each in profile.sites]
+    # By the moments of their own reads, not of those that replay others from them.
     order = [i for i in read_order(profile) if actions[i] != "checkpoint"]
-    room = limit - need - _fetched_bytes(profile, timeline, choices, fetches, first)
-    turn, leaving = timeline.turn, _Leaving()
+    leaving = _Leaving(timeline, choices, back, timeline.freed)
     saves: dict[str, int] = {}
     allowed = math.inf
     seen = [i for i, action in enumerate(actions) if action != "checkpoint"]
     for i, following in itertools.zip_longest(seen, seen[1:]):
         is_moved = actions[i] in ("host", "disk")
-        begin = int(timeline.saved[i])
         if is_moved:
-            staged_bytes = timeline.costs[i][int(choices.options[i])].staged_bytes
-            until = 0 if staged_bytes else max(int(timeline.released[i]), begin + 1)
-            leaving.nbytes.append(staged_bytes or profile.sites[i].nbytes)
-            leaving.used_until.append(until)
-            leaving.used_from_turn.append(len(need) if profile.sites[i].site in first else until)
+            leaving.add(i)
         if not leaving.nbytes:
             continue
-        until = int(read[order[0]]) if following is None else int(timeline.saved[following])
-        allowed = leaving.allowed_bytes(room, begin, until, turn)
+        until = timeline.read[order[0]] if following is None else timeline.saved[following]
+        allowed = leaving.allowed_bytes(room, int(timeline.saved[i]), int(until))
         if is_moved or allowed < sum(leaving.nbytes):
             saves[profile.sites[i].site] = max(0, int(allowed))
     reads: dict[str, int] = {}
     for i, following in itertools.zip_longest(order, order[1:]):
         if not leaving.nbytes:
             break
-        until = len(need) if following is None else int(read[following])
-        behind = leaving.allowed_bytes(room, int(read[i]), until, turn)
+        until = len(need) if following is None else timeline.read[following]
+        behind = leaving.allowed_bytes(room, int(timeline.read[i]), int(until))
         if behind < min(allowed, sum(leaving.nbytes)):
             allowed = behind
             reads[profile.sites[i].site] = max(0, int(allowed))
     return saves, reads
 
 
-def _fetched_bytes(
+def _fetched(
     profile: StepProfile,
     timeline: Timeline,
     choices: Choices,
+    read: Indices,
     fetches: Mapping[str, tuple[str, ...]],
-    first: Collection[str],
-) -> Floats:
-    """Return the bytes that were fetched before they are read, or are being decoded, ``[moments]``.
+) -> tuple[Indices, Floats]:
+    """Return the moments at which fetches begin, ``[sites]``, and what these take, ``[moments]``.
 
-    Without those that come back `first`.
+    Until a tensor is read, or decoded; then it counts among what is needed.
     """
-    _, read = timeline.needed(choices)
     number = {each.site: i for i, each in enumerate(profile.sites)}
     begin = read.copy()
     for name, begun in fetches.items():
         for site in begun:
-            begin[number[site]] = int(read[number[name]]) if name else timeline.turn
-    found = np.zeros(len(timeline.moments))
-    for i, each in enumerate(profile.sites):
+            begin[number[site]] = timeline.read[number[name]] if name else timeline.turn
+    ahead = np.zeros(len(timeline.moments))
+    for i in range(len(profile.sites)):
         option = int(choices.options[i])
-        if timeline.candidates[i][option].action not in ("host", "disk") or each.site in first:
-            continue
-        costs = timeline.costs[i][option]
-        found[int(begin[i]) : int(read[i]) + bool(costs.packed_bytes)] += costs.moved_bytes
-    return found
+        if timeline.candidates[i][option].action in ("host", "disk"):
+            costs = timeline.costs[i][option]
+            ahead[int(begin[i]) : int(read[i]) + bool(costs.packed_bytes)] += costs.moved_bytes
+    return begin, ahead
 
 
-def _allowed_bytes(
-    room: float, at: int, leaving: Floats, used_until: npt.NDArray[np.intp]
-) -> float:
+def _allowed_bytes(room: float, leaving: Floats, elsewhere: npt.NDArray[np.bool_]) -> float:
     """Return the bytes that may be on their way out at a moment.
 
     Parameters
     ----------
     room : float
         Bytes that the limit leaves beside what is needed.
-    at : int
-        The moment.
-    leaving, used_until : numpy.ndarray
+    leaving, elsewhere : numpy.ndarray
         ``[n]``, what is moved, the last one first, since the first one is gone first: its bytes,
-        and the moment until which it counts among what is needed.
+        and whether these count among what is needed.
     """
-    alone = np.cumsum(np.where(used_until > at, 0.0, leaving))
+    alone = np.cumsum(np.where(elsewhere, 0.0, leaving))
     fitting = int(np.searchsorted(alone, room, side="right"))
     all_of_them = float(leaving[:fitting].sum())
     if fitting == len(leaving):

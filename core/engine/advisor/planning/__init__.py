@@ -1,7 +1,7 @@
 """Plans of what becomes of the tensors that a step saves: kept, recomputed, packed or moved."""
 
 from .adaptive import AdaptiveOffload, OffloadUnit, adaptive_offload, offload_units
-from .candidates import ACTIONS, CHECKPOINT, KEEP, REPLAY, Candidate, Costs, candidates_of
+from .candidates import ACTIONS, CHECKPOINT, KEEP, REPLAY, Candidate, Choices, Costs, candidates_of
 from .correction import (
     COMPARED_STEPS,
     MOST_CORRECTIONS,
@@ -18,7 +18,7 @@ from .profile import DiskRates, ModuleProfile, Packing, SiteProfile, StepProfile
 from .solution import Solution
 from .solver import Solver
 from .synthetic import drawn_profile
-from .timeline import SIZED_BEHIND, Choices, Timeline
+from .timeline import SIZED_BEHIND, Timeline
 
 __all__ = [
     "ACTIONS",

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
+import numpy as np
+import numpy.typing as npt
+
 from ....errors import ArgumentError
 from .profile import SiteProfile, StepProfile
 
@@ -83,6 +86,27 @@ class Costs(NamedTuple):
     packed_bytes: float = 0.0
     staged_bytes: float = 0.0
     sized_late: bool = False
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What becomes of each site and module, by number.
+
+    Parameters
+    ----------
+    options : numpy.ndarray
+        intp ``[sites]``, of each site the number of its candidate. Of sites in a checkpointed
+        module it does not count.
+    checkpointed : numpy.ndarray
+        bool ``[modules]``.
+    """
+
+    options: npt.NDArray[np.intp]
+    checkpointed: npt.NDArray[np.bool_]
+
+    def key(self) -> bytes:
+        """Return what equal choices have in common."""
+        return self.options.tobytes() + self.checkpointed.tobytes()
 
 
 def candidates_of(site: SiteProfile, profile: StepProfile) -> dict[Candidate, Costs]:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 
 from ....errors import ArgumentError, ArgumentTypeError
-from .candidates import Candidate, Costs
+from .candidates import Candidate, Choices, Costs
 from .plan import Plan, SitePlan
 from .prediction import StepPrediction
 from .profile import StepProfile
 from .solution import Solution
 from .solver import Solver
-from .timeline import Choices, Timeline
+from .timeline import Timeline
 
 #: Share of a plain step that a plan may cost where no limit of memory is given.
 SLOWDOWN = 0.02

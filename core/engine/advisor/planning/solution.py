@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .candidates import Choices
 from .prediction import StepPrediction
 from .queues import Trace
-from .timeline import Choices, Floats
+from .timeline import Floats
 
 #: What sums of floats may differ by.
 MARGIN_BYTES = 0.5

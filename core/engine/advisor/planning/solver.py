@@ -17,9 +17,9 @@ from dataclasses import replace
 
 import numpy as np
 
-from .candidates import Candidate
+from .candidates import Candidate, Choices
 from .solution import MARGIN_BYTES, Priced, Prices, Solution
-from .timeline import Choices, Floats, Indices, Timeline
+from .timeline import Floats, Indices, Timeline
 
 #: Moments times plans that are followed through, at most, for one limit of memory.
 EFFORT, MOST_RUNS = 110_000, 800

@@ -17,13 +17,12 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from ....errors import ArgumentError
-from .candidates import CHECKPOINT, Candidate, Costs, candidates_of
+from .candidates import CHECKPOINT, Candidate, Choices, Costs, candidates_of
 from .prediction import StepPrediction
 from .profile import StepProfile
 from .queues import Opposite, Queue, Trace
@@ -33,27 +32,6 @@ SIZED_BEHIND = 2
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What becomes of each site and module, by number.
-
-    Parameters
-    ----------
-    options : numpy.ndarray
-        intp ``[sites]``, of each site the number of its candidate. Of sites in a checkpointed
-        module it does not count.
-    checkpointed : numpy.ndarray
-        bool ``[modules]``.
-    """
-
-    options: Indices
-    checkpointed: npt.NDArray[np.bool_]
-
-    def key(self) -> bytes:
-        """Return what equal choices have in common."""
-        return self.options.tobytes() + self.checkpointed.tobytes()
 
 
 class Timeline:
@@ -366,6 +344,8 @@ class _Run:
         self._in_flight: list[tuple[float, int, float]] = []
         self._in_flight_bytes = 0.0
         self._handed_back: set[int] = set()
+        #: By moment, those that are freed then, and may be on their way out still.
+        self._freed: dict[int, list[int]] = {}
         self._ahead = np.zeros(len(need))
         self._fetches: dict[int, list[int]] = {}
         #: Sites that are read from the SSD before they are fetched, and when they are there.
@@ -505,6 +485,8 @@ class _Run:
         arrived: dict[int, float] = {}
         for at in range(timeline.turn, len(need)):
             fetched: list[int] = []
+            for i in self._freed.get(at, ()):
+                self._leaves_again(i)
             for i in self._reads_ahead.get(at, ()):
                 self._read_ahead(i, disk)
             if at in self._saves or at in self._joins:
@@ -526,8 +508,17 @@ class _Run:
     def _hand_back(self, i: int) -> None:
         """Give a tensor back whose copy is still under way."""
         self._handed_back.add(i)
+        self._freed.setdefault(int(self._timeline.freed[i]), []).append(i)
         if any(each[1] == i for each in self._in_flight):
             self._in_flight_bytes -= self._leaving_bytes(i)
+
+    def _leaves_again(self, i: int) -> None:
+        """Count a tensor that was handed back and freed: its memory is in use until it has left."""
+        self._handed_back.discard(i)
+        if any(each[1] == i for each in self._in_flight):
+            self._in_flight_bytes += self._leaving_bytes(i)
+        else:
+            self._join(i)
 
     def _read_ahead(self, i: int, disk: Opposite) -> None:
         """Read a tensor to host memory, from which what is not written yet comes at once."""

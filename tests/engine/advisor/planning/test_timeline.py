@@ -128,6 +128,17 @@ def test_a_tensor_on_its_way_out_is_handed_back() -> None:
     assert prediction.peak_bytes == 104 * MB
 
 
+def test_what_was_handed_back_takes_memory_until_it_has_left() -> None:
+    # It leaves from 20 to 120 ms, and is freed at 50, when 20 MB come.
+    profile = layers([4, 100], other_bytes=((0.0, 0), (0.05, 20 * MB)))
+    prediction, trace = followed(profile, {"1": HOST})
+    assert prediction.peak_bytes == (4 + 20 + 100) * MB
+    assert trace.queues["down"] == []
+    prediction, _ = followed(profile, {"1": HOST}, limit_bytes=110 * MB)
+    assert prediction.peak_bytes == 104 * MB
+    assert prediction.backward_stall_s == pytest.approx(0.07)
+
+
 def test_a_tensor_on_disk_leaves_when_it_is_written() -> None:
     # 4 MB: 4 ms on the link, 16 on the SSD. From 10 to 26; the second would come at 20.
     sizes = [4, 4, 4]
