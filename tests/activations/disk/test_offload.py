@@ -21,6 +21,7 @@ from bitslab.activations.disk import DiskError, PosixFile
 from bitslab.activations.on_disk import DiskMoves
 from bitslab.activations.report import disk_notes
 from bitslab.engine.memory import host_arena
+from bitslab.engine.memory.arena import THREAD_NAME as ARENA_THREAD
 from bitslab.errors import BitslabError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_disk")
@@ -62,7 +63,9 @@ def files(folder: Path) -> list[str]:
 
 
 def threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name.startswith("bitslab-")]
+    """Return the library's threads but for those of the arena, which are the process's."""
+    names = [t.name for t in threading.enumerate() if t.name.startswith("bitslab-")]
+    return [name for name in names if not name.startswith(ARENA_THREAD)]
 
 
 # What reaches the disk
