@@ -6,13 +6,11 @@ import functools
 import threading
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Mapping
 
 import torch
 from torch import nn
 
-from ..engine.advisor.planning import SIZED_BEHIND
 from ..engine.codecs.blob import BlobCodec
 from ..engine.versions import version_of
 from ..errors import BitslabError, add_note
@@ -22,7 +20,7 @@ from .forms import SavedForm
 from .guards import is_form_of_leaf, is_plain, unchanged
 from .host_room import HostMemoryError
 from .identity import CopyTable, Span, base_of, span_of
-from .local_copies import LocalCopy, PackedCopy, packed_copy, replayed_copy
+from .local_copies import LocalCopy, PackedCopy, UnsizedCopies, packed_copy, replayed_copy
 from .lossy import ErrorSample
 from .moments import now
 from .pass_record import Begun, NamedView, PassRecord, record_of
@@ -37,7 +35,6 @@ from .verify import Verifier
 #: A tensor that is left as it is, with its version. Detached: an output that its own node saved
 #: would make a cycle that is never freed.
 KeptTensor = tuple[torch.Tensor, int]
-Device = torch.device | None
 
 
 class SavedTensorHooks:
@@ -101,8 +98,7 @@ class SavedTensorHooks:
         self._passes = 0
         #: By micro-batch, its last pass.
         self._last_of: dict[int | None, weakref.ref[PassRecord]] = {}
-        #: Packed copies on a device that may not have fitted.
-        self._packed: deque[weakref.ref[PackedCopy]] = deque()
+        self._unsized = UnsizedCopies()
 
     # Passes
 
@@ -138,7 +134,7 @@ class SavedTensorHooks:
         if left.profile is not None:
             left.profile.end_forward()
         if not self.inside():
-            self._settle_packed(behind=0)  # the backward pass has the memory of all originals
+            self._unsized.settle(behind=0)  # the backward pass has the memory of all originals
             self._policy.ended_forward(left)
 
     @property
@@ -292,7 +288,7 @@ class SavedTensorHooks:
             signature = None if current.plan is None else current.plan.replays.get(name)
             copy = replayed_copy(name, flat, span, root, version, current, signature)
         elif counts.tier == "device":
-            self._settle_packed()
+            self._unsized.settle()
             codec = self._codecs.for_site(counts.choice, counts.site, flat)
             if codec is not None and codec.error_bound is None:
                 expected = self._policy.packed_bytes(name) * flat.nbytes / counts.site.nbytes
@@ -301,7 +297,7 @@ class SavedTensorHooks:
                 except torch.OutOfMemoryError as error:
                     self._tell_no_memory(counts, error)
                 if isinstance(copy, PackedCopy):
-                    self._packed.append(weakref.ref(copy))
+                    self._unsized.add(copy)
                     if current.watcher is not None and copy.packed is not None:
                         current.watcher.held(copy.packed.untyped_storage())
         if copy is not None:
@@ -314,22 +310,11 @@ class SavedTensorHooks:
         if current.plan is not None:
             self._bound(site.device, current.plan.in_flight_bytes.get(site.name))
 
-    def _bound(self, device: Device, nbytes: int | None) -> None:
+    def _bound(self, device: torch.device, nbytes: int | None) -> None:
         """Wait until copies on their way out of a device take so much at most; None: as it is."""
-        executor = None if device is None else self._executors.get(device)
+        executor = self._executors.get(device)
         if nbytes is not None and executor is not None:
             executor.bound_in_flight(nbytes, now=True)
-
-    def _settle_packed(self, behind: int = SIZED_BEHIND - 1) -> None:
-        """Give up the originals of packed copies that fit; of all but the last ones.
-
-        The host is ahead of a GPU by as much as these leave: it waits for those before them.
-        """
-        while self._packed:
-            copy = self._packed[0]()
-            if copy is not None and not copy.settle(wait=len(self._packed) > behind):
-                return
-            self._packed.popleft()
 
     def _site(
         self, name: str, module: nn.Module | None, t: torch.Tensor, nbytes: int
@@ -467,7 +452,7 @@ class SavedTensorHooks:
         replaying = tried or bool(getattr(self._local, "replays", 0))
         try:
             if not replaying and record.plan is not None:
-                self._begin(record, record.begins_after(copy.name), copy.device, copy)
+                self._begin_after(record, copy.name, copy.device, copy)
             flat = executor.bytes_of(copy, True if replaying else copy.is_read(packed))
             form = packed.form
             t = flat if form is copy.form else form.tensor_of(flat, copy.span.begin, copy.gaps)
@@ -498,14 +483,14 @@ class SavedTensorHooks:
         if watcher is not None:
             watcher.read_kept(packed)
         assert packed.t is not None
-        self._begin(record, record.begins_after(packed.name), packed.t.device)
+        self._begin_after(record, packed.name, packed.t.device)
 
     def _read_local(self, packed: SavedView, copy: LocalCopy) -> torch.Tensor:
         """Return a saved tensor that remained on the device in another form."""
         record = record_of(copy)
         replaying = self._replays_now()
         if not replaying:
-            self._begin(record, record.begins_after(copy.name), copy.device)
+            self._begin_after(record, copy.name, copy.device)
         # Unpacking is no compute; a replay is.
         unpacks = record.profile is not None and isinstance(copy, PackedCopy)
         begin = now(copy.device) if unpacks else None
@@ -529,17 +514,20 @@ class SavedTensorHooks:
         """Return whether this thread computes a saved tensor again."""
         return bool(getattr(self._local, "replays", 0))
 
-    def _begin(
-        self, record: PassRecord, begun: Begun, device: Device = None, own: StoredCopy | None = None
+    def _begin_after(
+        self, record: PassRecord, name: str, device: torch.device, own: StoredCopy | None = None
     ) -> None:
-        """Begin reads of a disk, and fetches, which are tried again where a read is not over.
-
-        What leaves `device` makes room first; fetches begin behind that of the `own` copy.
-        """
+        """Begin what a read lets begin, behind the fetch of its own copy; make room before."""
+        begun = record.begins_after(name)
         if begun.in_flight_bytes is not None:
             self._bound(device, begun.in_flight_bytes)
         if own is not None and begun.fetches:
             self._fetch(own)
+        if begun.reads or begun.fetches:
+            self._begin(record, begun)
+
+    def _begin(self, record: PassRecord, begun: Begun) -> None:
+        """Begin reads of a disk, and fetches, which are tried again where a read is not over."""
         for each in begun.reads:
             self._read_ahead(each)
         for each in begun.fetches:

@@ -5,11 +5,14 @@ Views of them are those of any copy; nothing crosses a link.
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
+from collections import deque
 from typing import Any
 
 import torch
 
+from ..engine.advisor.planning import SIZED_BEHIND
 from ..engine.codecs.blob import HEADER_BYTES, Blob, BlobCodec
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.stream import current_stream
@@ -134,6 +137,28 @@ class PackedCopy(LocalCopy):
             return self.flat
         assert self.packed is not None and self.codec is not None
         return self.codec.decode(Blob(self.packed, torch.Size([self.elements]), self.dtype))
+
+
+class UnsizedCopies:
+    """Packed copies whose originals remain until these are known to fit, the oldest first."""
+
+    def __init__(self) -> None:
+        self._copies: deque[weakref.ref[PackedCopy]] = deque()
+
+    def add(self, copy: PackedCopy) -> None:
+        """Add a copy that was packed now."""
+        self._copies.append(weakref.ref(copy))
+
+    def settle(self, behind: int = SIZED_BEHIND - 1) -> None:
+        """Give up the originals of copies that fit; wait for the sizes of all but the last ones.
+
+        The host is ahead of a GPU by as much as these leave.
+        """
+        while self._copies:
+            copy = self._copies[0]()
+            if copy is not None and not copy.settle(wait=len(self._copies) > behind):
+                return
+            self._copies.popleft()
 
 
 def packed_copy(
