@@ -88,7 +88,7 @@ def pass_plan(
 
     fetches = begun({each.site: each.fetch_after for each in plan.sites})
     reads = begun({each.site: each.read_after for each in plan.sites})
-    saved_bytes, read_bytes = _in_flight_bytes(plan, profile, timeline, fetches)
+    saved_bytes, read_bytes = _in_flight_bytes(plan, timeline, fetches)
     kept = [name for name in names if chosen[name].action == "keep"]
     begins = fetches.keys() | reads.keys()
     named = ((begins | read_bytes.keys()) - {""}) & set(kept)
@@ -119,8 +119,8 @@ class _Leaving:
     handed back until it is freed, it counts among what is needed; its packed form never does.
     """
 
-    def __init__(self, timeline: Timeline, choices: Choices, back: Indices, freed: Indices) -> None:
-        self._timeline, self._choices, self._back, self._freed = timeline, choices, back, freed
+    def __init__(self, timeline: Timeline, choices: Choices, back: Indices) -> None:
+        self._timeline, self._choices, self._back = timeline, choices, back
         #: Device memory of each while it is on its way out.
         self.nbytes: list[float] = []
         #: Moments until which, from which, and until which again it counts elsewhere.
@@ -132,7 +132,7 @@ class _Leaving:
         staged_bytes = timeline.costs[i][int(self._choices.options[i])].staged_bytes
         released = max(int(timeline.released[i]), int(timeline.saved[i]) + 1)
         self.nbytes.append(staged_bytes or float(timeline.nbytes[i]))
-        elsewhere = released, int(self._back[i]), int(self._freed[i])
+        elsewhere = released, int(self._back[i]), int(timeline.freed[i])
         self._elsewhere.append((0, 0, 0) if staged_bytes else elsewhere)
 
     def allowed_bytes(self, room: Floats, begin: int, until: int) -> float:
@@ -154,10 +154,7 @@ class _Leaving:
 
 
 def _in_flight_bytes(
-    plan: Plan,
-    profile: StepProfile,
-    timeline: Timeline,
-    fetches: Mapping[str, tuple[str, ...]],
+    plan: Plan, timeline: Timeline, fetches: Mapping[str, tuple[str, ...]]
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Return the bytes that may be on their way out behind saves, and behind reads, by site.
 
@@ -167,15 +164,15 @@ def _in_flight_bytes(
     limit = plan.prediction.peak_bytes
     if plan.memory_bytes is not None:
         limit = max(limit, plan.memory_bytes)
-    chosen = plan.choices()
+    profile, chosen = timeline.profile, plan.choices()
     choices = timeline.choices(chosen)
     need, read = timeline.needed(choices)
-    back, ahead = _fetched(profile, timeline, choices, read, fetches)
+    back, ahead = _fetched(timeline, choices, read, fetches)
     room = limit - need - ahead
     actions = [chosen[each.site].action for each in profile.sites]
     # By the moments of their own reads, not of those that replay others from them.
     order = [i for i in read_order(profile) if actions[i] != "checkpoint"]
-    leaving = _Leaving(timeline, choices, back, timeline.freed)
+    leaving = _Leaving(timeline, choices, back)
     saves: dict[str, int] = {}
     allowed = math.inf
     seen = [i for i, action in enumerate(actions) if action != "checkpoint"]
@@ -202,7 +199,6 @@ def _in_flight_bytes(
 
 
 def _fetched(
-    profile: StepProfile,
     timeline: Timeline,
     choices: Choices,
     read: Indices,
@@ -212,13 +208,14 @@ def _fetched(
 
     Until a tensor is read, or decoded; then it counts among what is needed.
     """
-    number = {each.site: i for i, each in enumerate(profile.sites)}
+    sites = timeline.profile.sites
+    number = {each.site: i for i, each in enumerate(sites)}
     begin = read.copy()
     for name, begun in fetches.items():
         for site in begun:
             begin[number[site]] = timeline.read[number[name]] if name else timeline.turn
     ahead = np.zeros(len(timeline.moments))
-    for i in range(len(profile.sites)):
+    for i in range(len(sites)):
         option = int(choices.options[i])
         if timeline.candidates[i][option].action in ("host", "disk"):
             costs = timeline.costs[i][option]

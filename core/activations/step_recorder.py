@@ -119,8 +119,6 @@ class RecordedStep:
         Sites that save what no pass has read.
     replays : mapping of str to tuple
         By site, the signature of the replay that was found exact.
-    elements : mapping of str to tuple
-        By site, shape and dtype.
     not_checkpointed : mapping of str to str
         By module, why it is not computed again.
     """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -31,7 +32,7 @@ def follow(plan: Plan, profile: StepProfile, slower: float = 1.0) -> tuple[float
     Returns
     -------
     float, float
-        Most bytes of the device at any moment, and the seconds of waits in the forward pass.
+        Most bytes of the device at any moment, and the seconds of waits behind saves.
     """
     timeline = Timeline(profile)
     passes = pass_plan(plan, profile, {}, {}, falls_back_to_keeping=False)
@@ -40,16 +41,17 @@ def follow(plan: Plan, profile: StepProfile, slower: float = 1.0) -> tuple[float
     assert link is not None
     moved = {each.site: each.nbytes for each in profile.sites if chosen[each.site].action == "host"}
     number = {each.site: i for i, each in enumerate(profile.sites)}
-    now = stall_s = free_s = peak = 0.0
+    now = free_s = peak = 0.0
+    waits = [0.0, 0.0]  # behind saves, and before reads
     # End, and until when, from when and until when again it counts among what is needed.
     flying: dict[str, tuple[float, int, int, int]] = {}
     fetched: set[str] = set()
 
-    def wait(most: float) -> None:
-        nonlocal now, stall_s
+    def wait(most: float, *, is_read: bool) -> None:
+        nonlocal now
         while flying and sum(moved[name] for name in flying) > most:
             end, *_ = flying.pop(next(iter(flying)))
-            stall_s += max(0.0, end - now) if at <= timeline.turn else 0.0
+            waits[is_read] += max(0.0, end - now)
             now = max(now, end)
 
     def hand_back(name: str) -> None:
@@ -63,11 +65,11 @@ def follow(plan: Plan, profile: StepProfile, slower: float = 1.0) -> tuple[float
                 free_s = max(free_s, now) + slower * link.to_host_seconds(site.nbytes)
                 released = max(int(timeline.released[i]), at + 1)
                 flying[site.site] = free_s, released, len(need), len(need)
-            wait(passes.in_flight_bytes.get(site.site, math.inf))
+            wait(passes.in_flight_bytes.get(site.site, math.inf), is_read=False)
         begun = list(passes.fetches.get("", ())) if at == timeline.turn else []
         for i in sorted(np.flatnonzero(read == at).tolist(), reverse=True):
             site = profile.sites[i]
-            wait(passes.backward_in_flight_bytes.get(site.site, math.inf))
+            wait(passes.backward_in_flight_bytes.get(site.site, math.inf), is_read=True)
             begun += passes.fetches.get(site.site, ())
             fetched.discard(site.site)  # it is among what is needed
             hand_back(site.site)
@@ -84,7 +86,7 @@ def follow(plan: Plan, profile: StepProfile, slower: float = 1.0) -> tuple[float
         ahead = sum(moved[name] for name in fetched if read[number[name]] > at)
         peak = max(peak, need[at] + alone + ahead)
         now += timeline.seconds[at]
-    return peak, stall_s
+    return peak, waits[0]
 
 
 @pytest.mark.drawn(6)
@@ -111,7 +113,7 @@ def test_bounds_keep_the_limit_and_wait_little_longer_than_planned(seed: int, sh
     assert peak <= plan.memory_bytes + 1  # type: ignore[operator]
     for slower in (3, 1000):  # however long copies take
         assert follow(plan, profile, slower)[0] <= plan.memory_bytes + 1  # type: ignore[operator]
-    assert stall_s <= plan.prediction.stall_s + 0.04 * profile.step_s
+    assert stall_s <= plan.prediction.stall_s + 0.036 * profile.step_s
 
 
 def test_what_is_kept_waits_when_its_own_bytes_need_the_room() -> None:
@@ -132,27 +134,6 @@ def test_what_is_kept_waits_when_its_own_bytes_need_the_room() -> None:
     assert peak <= plan.prediction.peak_bytes
 
 
-def test_a_peak_of_the_backward_pass_waits_for_what_still_leaves() -> None:
-    """Copies are a hundred times slower than measured; one read alone has no room beside them."""
-    sites = [
-        SiteProfile(
-            site=str(i), nbytes=10 * MB, saved_s=0.01 * (i + 1), read_s=0.2 - 0.02 * i,
-            freed_s=0.205 - 0.02 * i,
-        )
-        for i in range(4)
-    ]  # fmt: skip
-    other = [(0.0, 0), (0.162, 30 * MB), (0.178, 0)]  # while 2 is read, at 0.16 s
-    profile = StepProfile(
-        sites=sites, turn_s=0.11, end_s=0.3, link=SwapLink(25e9, 25e9), other_bytes=other
-    )
-    plan = plan_of(profile, {"0": Candidate("host"), "1": Candidate("host")})
-    plan = at_most(plan, 40.0 * MB, **{"0": "0", "1": "1"})  # each comes back when it is read
-    passes = pass_plan(plan, profile, {}, {"view": "2"}, falls_back_to_keeping=False)
-    assert passes.backward_in_flight_bytes == {"2": 0}
-    assert passes.named.items() >= {"2": "2", "view": "2"}.items()
-    assert follow(plan, profile, 100.0)[0] <= plan.prediction.peak_bytes
-
-
 def peaked(
     sites: list[SiteProfile], other: list[tuple[float, int]], chosen: dict[str, Candidate]
 ) -> tuple[StepProfile, Plan]:
@@ -169,6 +150,29 @@ def at_most(plan: Plan, nbytes: float, **fetch_after: str) -> Plan:
         for s in plan.sites
     ]
     return replace(plan, sites=tuple(sites), prediction=replace(plan.prediction, peak_bytes=nbytes))
+
+
+def tensors(n: int, nbytes: int, **more: Any) -> list[SiteProfile]:
+    """Return tensors that are saved 10 ms apart, and read 20 ms apart, the first one at 0.2 s."""
+    return [
+        SiteProfile(
+            site=str(i), nbytes=nbytes, saved_s=0.01 * (i + 1), read_s=0.2 - 0.02 * i,
+            freed_s=0.205 - 0.02 * i, **more,
+        )
+        for i in range(n)
+    ]  # fmt: skip
+
+
+def test_a_peak_of_the_backward_pass_waits_for_what_still_leaves() -> None:
+    """Copies are a hundred times slower than measured; one read alone has no room beside them."""
+    other = [(0.0, 0), (0.162, 30 * MB), (0.178, 0)]  # while 2 is read, at 0.16 s
+    chosen = {"0": Candidate("host"), "1": Candidate("host")}
+    profile, plan = peaked(tensors(4, 10 * MB), other, chosen)
+    plan = at_most(plan, 40.0 * MB, **{"0": "0", "1": "1"})  # each comes back when it is read
+    passes = pass_plan(plan, profile, {}, {"view": "2"}, falls_back_to_keeping=False)
+    assert passes.backward_in_flight_bytes == {"2": 0}
+    assert passes.named.items() >= {"2": "2", "view": "2"}.items()
+    assert follow(plan, profile, 100.0)[0] <= plan.prediction.peak_bytes
 
 
 def test_a_replayed_read_has_a_bound_of_its_own() -> None:
@@ -190,15 +194,8 @@ def test_a_replayed_read_has_a_bound_of_its_own() -> None:
 def test_what_comes_back_packed_takes_its_packed_bytes() -> None:
     """Two tensors packed to a quarter may be on their way out while they are fetched first."""
     packings = {"zvc": Packing(0.25, 1e-4, 1e-4, 0.25)}
-    sites = [
-        SiteProfile(
-            site=str(i), nbytes=40 * MB, saved_s=0.01 * (i + 1), read_s=0.2 - 0.02 * i,
-            freed_s=0.205 - 0.02 * i, packings=packings,
-        )
-        for i in range(4)
-    ]  # fmt: skip
     chosen = {"0": Candidate("host", "zvc"), "1": Candidate("host", "zvc")}
-    profile, plan = peaked(sites, [], chosen)
+    profile, plan = peaked(tensors(4, 40 * MB, packings=packings), [], chosen)
     # Two kept, both packed forms back, and both on their way out.
     plan = at_most(plan, 120.0 * MB, **{"0": "", "1": ""})
     passes = pass_plan(plan, profile, {}, {}, falls_back_to_keeping=False)
@@ -207,15 +204,9 @@ def test_what_comes_back_packed_takes_its_packed_bytes() -> None:
 
 def test_what_was_handed_back_takes_memory_until_it_has_left() -> None:
     """A copy takes longer than until the tensor is read and freed; then another read peaks."""
-    sites = [
-        SiteProfile(
-            site=str(i), nbytes=10 * MB, saved_s=0.01 * (i + 1), read_s=0.2 - 0.02 * i,
-            freed_s=0.205 - 0.02 * i,
-        )
-        for i in range(4)
-    ]  # fmt: skip
     # 3 is read and freed at 0.14 and 0.145 s; 2 at 0.16, beside other bytes.
-    profile, plan = peaked(sites, [(0.0, 0), (0.158, 30 * MB)], {"3": Candidate("host")})
+    other = [(0.0, 0), (0.158, 30 * MB)]
+    profile, plan = peaked(tensors(4, 10 * MB), other, {"3": Candidate("host")})
     plan = at_most(plan, 60.0 * MB, **{"3": ""})
     passes = pass_plan(plan, profile, {}, {}, falls_back_to_keeping=False)
     assert passes.backward_in_flight_bytes == {"3": 0}

@@ -222,12 +222,13 @@ PACKED, PACKED_LIMIT = drawn_profile(8, 20), 104_109_053
 
 def test_what_packing_adds_to_compute_is_corrected_apart_from_it() -> None:
     """The device computes 1.1 times as long as profiled; packing beside that takes four times."""
-    plan = make_plan(PACKED, memory_bytes=PACKED_LIMIT)
+    limit_bytes = PACKED_LIMIT * 11 // 10
+    plan = make_plan(PACKED, memory_bytes=limit_bytes)
     true = PACKED.scaled(compute=1.1, encoding=4.0)
     timeline = Timeline(true)
 
     def step_of(made: Plan) -> StepPrediction:
-        return timeline.predict(timeline.choices(made.choices()), limit_bytes=PACKED_LIMIT)
+        return timeline.predict(timeline.choices(made.choices()), limit_bytes=limit_bytes)
 
     p = step_of(plan)
     step = MeasuredStep(
@@ -243,11 +244,11 @@ def test_what_packing_adds_to_compute_is_corrected_apart_from_it() -> None:
     whole = compare(plan, [replace(step, forward_compute_s=None)] * 2, turn_s=PACKED.turn_s)
     assert whole.compute > 1.14 and whole.encoding == 1.0
     best_s, right_s, wrong_s = (
-        step_of(make_plan(profile, memory_bytes=PACKED_LIMIT)).step_s
+        step_of(make_plan(profile, memory_bytes=limit_bytes)).step_s
         for profile in (true, found.corrected(PACKED), whole.corrected(PACKED))
     )
     assert right_s == pytest.approx(best_s, rel=1e-3)
-    assert p.step_s > wrong_s > best_s * 1.01
+    assert p.step_s > wrong_s > best_s * 1.02
 
 
 @pytest.mark.parametrize("encoding", [0.0, 20.0], ids=["nothing", "much"])
