@@ -16,6 +16,8 @@ from ..errors import BitslabError
 
 #: Words of a part that is taken of a reservation whose rest is too small for all that is needed.
 MIN_PART_WORDS = 1 << 10
+#: Of a reservation that is made ahead: page-locking costs by the call.
+MIN_AHEAD_BYTES = 1 << 16
 #: Memory is taken ahead by this share of what is there, so that pieces are few.
 GROWTH = 8
 #: What is wanted comes in up to about so many parts where free memory lies in pieces.
@@ -161,7 +163,9 @@ class HostArena:
         size_bytes = ceil_div(4 * wanted, ALIGN_BYTES) * ALIGN_BYTES
         rest = self._rest
         if rest is None or rest.nbytes < 4 * least:
-            rest = self._made_ahead(least)
+            # Free memory is taken in up to PARTS, too: histories of many pieces take long to copy.
+            least_bytes = max(4 * least, 4 * wanted // PARTS)
+            rest = self._made_ahead(least_bytes)
             if rest is None:
                 rest = self._reserve(4 * least, 4 * wanted, others * size_bytes)
             self._rest = rest
@@ -182,8 +186,8 @@ class HostArena:
             self._arena = arena
         return arena
 
-    def _made_ahead(self, least: int) -> Reservation | None:
-        """Return what was made ahead next; None when it is not enough for `least` words."""
+    def _made_ahead(self, least_bytes: int) -> Reservation | None:
+        """Return what was made ahead next; None when it has less, which goes back to the arena."""
         if not self._ahead:
             return None
         future, _ = self._ahead[0]
@@ -192,11 +196,9 @@ class HostArena:
             self._ahead.clear()
             self._expected_words = 0
             return None
-        made = future.result()
-        if made.nbytes < 4 * least:
-            return None  # other histories may use it
         self._ahead.popleft()
-        return made
+        made = future.result()
+        return made if made.nbytes >= least_bytes else None
 
     def _make_ahead(self, arena: Arena) -> None:
         """Start to reserve what is expected to be needed."""
@@ -206,11 +208,13 @@ class HostArena:
             missing = min(missing, self._room_bytes(self._allowed_soon_words))
         if missing > 0:
             # What another cache has left is taken as it is needed, in pieces of any size: ranges as
-            # large as a reservation that is made ahead may be none.
-            there = arena.stats()
-            missing -= there["reserved_bytes"] - there["used_bytes"]
+            # large as a reservation that is made ahead may be none. Were it reserved here, by as
+            # little as is missing beside it, as little would be missing again. And it is enough
+            # where only the room ahead is missing that `expect` is given with the words.
+            free = arena.free_bytes(pin=self._pin_kind, private=self._pin)
+            missing = 0 if free >= missing - missing // (GROWTH + 1) else missing - free
         while missing > 0 and len(self._ahead) < AHEAD:
-            nbytes = _whole_words(min(slab_bytes, max(missing, 4 * MIN_PART_WORDS)))
+            nbytes = _whole_words(min(slab_bytes, max(missing, MIN_AHEAD_BYTES)))
             made = arena.reserve_soon(nbytes, pin=self._pin_kind, private=self._pin)
             self._ahead.append((made, nbytes))
             missing -= nbytes

@@ -109,6 +109,31 @@ def test_benchmark_generates_with_every_cache(
     assert "left out: transformers' offloaded: it needs a GPU" in capsys.readouterr().err
 
 
+def test_benchmark_generates_with_given_scales_and_large_prompts_once(
+    benchmark: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import kvcomp_generate
+    from llm_prompt import Case
+
+    cases = {"tiny": Case(1, 64, 2, 1, 64, batch=2, tokens=260, first=0, second=0)}
+    monkeypatch.setattr(kvcomp_generate, "LARGE", cases)
+    monkeypatch.setattr(kvcomp_generate, "LARGE_CHUNK_TOKENS", 200)
+    monkeypatch.setattr(kvcomp_generate, "scaled_to_cpu", lambda case: case)
+    ratios = []
+    for scale in ("0.3:0.3", "3:2"):
+        arguments = benchmark.parsed(["--only", "generate", "--scales", scale, "--device", "cpu"])
+        arguments.cases, arguments.ways = ["tiny"], [kvcomp_generate.KVCOMP_DEVICE]
+        seen: list[int] = []
+        tables = kvcomp_generate.run(arguments, lambda done, total: seen.append(done))  # noqa: B023
+        ((title, (row,)),) = tables.items()
+        assert title.endswith(f"on cpu, scales of K and V {scale.replace(':', ' and ')}")
+        assert len(seen) == 1
+        ratios.append(row["ratio"])
+    assert ratios[1] > 1.5 * ratios[0]
+    with pytest.raises(SystemExit):
+        benchmark.parsed(["--only", "generate", "--scales", "1:1", "2:2"])
+
+
 def test_benchmark_measures_the_bytes_of_layers(
     benchmark: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

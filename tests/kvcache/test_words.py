@@ -110,6 +110,34 @@ def test_memory_of_a_prompt_is_begun_before_its_words_are_there(buffers: Buffers
     assert arena.nbytes <= 7 * 4 * PIECE
 
 
+@pytest.mark.parametrize("missing_bytes", [4, 4 * PART, 8 * PART, PIECE, 4 * PIECE], ids=str)
+@pytest.mark.parametrize("blocks", [1, 16], ids=lambda n: f"{n}-blocks")
+def test_histories_lie_in_few_pieces_where_free_memory_is_nearly_enough(
+    missing_bytes: int, blocks: int
+) -> None:
+    """A second request that takes a little more than the first one has left."""
+    histories, n_words = 8, 100 * PIECE
+    wanted = n_words + n_words // arenas.GROWTH  # as `expect` has it
+    left = host_arena().reserve(4 * histories * wanted - missing_bytes, pin="lazily", private=False)
+    del left
+    arena = HostArena(pin=False, slab_bytes=4 * 50 * PIECE, histories=histories)
+    found = [HostWords(arena, Link(torch.device("cpu"))) for _ in range(histories)]
+    for history in found:
+        history.expect(n_words, 4 * n_words, tokens=blocks)
+    for block in range(blocks):
+        for history in found:
+            history.append(
+                torch.full((n_words // blocks,), block, dtype=torch.int32),
+                tokens=block + 1,
+                most=4 * n_words * (block + 1) // blocks,
+            )
+    for history in found:
+        pieces = [source for _, source in history.transfers(torch.empty(n_words))]
+        assert len(pieces) <= blocks + 4
+        words = history.fetch()[:n_words].view(blocks, -1)
+        assert bool((words == torch.arange(blocks).view(-1, 1)).all())
+
+
 def test_larger_pieces_than_expected_are_made_at_once(buffers: Buffers) -> None:
     arena = HostArena(pin=False, slab_bytes=4 * PIECE)
     pieces = [arena.take(PIECE, PIECE, others=8)]

@@ -331,22 +331,24 @@ class Arena:
     def reserve_soon(
         self, nbytes: int, *, pin: Pin = True, private: bool = True
     ) -> Future[Reservation]:
-        """Return so many bytes of free memory at once or, where a buffer is made, from a thread.
+        """Return so many bytes of a new buffer, from a thread; free memory is `reserve`'s.
 
         The error of a buffer that cannot be had is that of the future.
         """
         kind = Kind(pin, private)
-        found = self._reserve_free(nbytes, nbytes, kind)
-        if found is not None:
-            there: Future[Reservation] = Future()
-            there.set_result(found)
-            return there
         on_gpu = pin is True and page_locking.registrar.available()
         device = torch.cuda.current_device() if on_gpu else None
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=THREAD_NAME)
         return self._threads.submit(self._reserve_new_on, nbytes, kind, device)
+
+    def free_bytes(self, *, pin: Pin = True, private: bool = True) -> int:
+        """Return the bytes that `reserve` has free for these arguments, in ranges of any size."""
+        kind = Kind(pin, private)
+        with self._lock:
+            self._collect()
+            return sum(slab.free.free_bytes for slab in self._slabs if slab.kind == kind)
 
     def collect(self, most: int) -> None:
         """Free pieces that went back, up to the first that a GPU may still use; waits for nothing.

@@ -314,7 +314,7 @@ def test_memory_of_the_garbage_collector_comes_back() -> None:
     assert pool.stats()["used_bytes"] == 0
 
 
-def test_what_is_taken_soon_is_free_memory_or_made_in_a_thread(
+def test_what_is_taken_soon_is_made_in_a_thread_beside_free_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pool, allocate = Arena(), HostBuffer.allocate
@@ -327,10 +327,17 @@ def test_what_is_taken_soon_is_free_memory_or_made_in_a_thread(
         return allocate(nbytes, **options)
 
     monkeypatch.setattr(HostBuffer, "allocate", recorded)
-    place = pool.reserve_soon(4096, **PLAIN).result().cut(4096).data_ptr()
-    assert names.pop().startswith(THREAD_NAME)
-    again = pool.reserve_soon(4000, **PLAIN)
-    assert again.done() and again.result().cut(4000).data_ptr() == place and not names
+    for count in (1, 2):
+        assert pool.free_bytes(**PLAIN) == 4096 * (count - 1)
+        made = pool.reserve_soon(4096, **PLAIN).result()
+        assert names.pop().startswith(THREAD_NAME)
+        assert pool.stats() == {
+            "reserved_bytes": 4096 * count,
+            "used_bytes": 4096,
+            "buffers": count,
+        }
+        del made
+    assert pool.free_bytes(**PLAIN) == 8192 and pool.free_bytes(**OTHER) == 0
     with pytest.raises(BitslabError, match="no memory"):
         pool.reserve_soon(13, **OTHER).result()
 
