@@ -81,8 +81,9 @@ def make_parser() -> argparse.ArgumentParser:
         type=scales,
         nargs="*",
         metavar="K:V",
-        help="ratio, accuracy: explicit scales of K and V; default: five for ratio,\n"
-        "none for accuracy",
+        help="ratio, accuracy, generate: explicit scales of K and V; default: five for ratio,\n"
+        "none for the others. generate takes one pair, for KVCompCache: the error asks for finer\n"
+        "steps of random weights than of a trained model",
     )
     add(
         "--peers",
@@ -179,6 +180,9 @@ def parsed(given: list[str] | None = None) -> argparse.Namespace:
             f"argument --prompt-tokens: {arguments.prompt_tokens}, accepted are multiples of "
             f"{CHUNK_TOKENS} below --tokens"
         )
+    given_scales = arguments.scales or ()
+    if "generate" in (arguments.only or PARTS) and len(given_scales) > 1:
+        parser.error(f"argument --scales: {len(given_scales)} pairs, generate takes one")
     return arguments
 
 

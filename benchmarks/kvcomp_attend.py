@@ -63,9 +63,9 @@ DISTINCT = 32
 FEW = ((1, 8192), (1, 32768), (1, 131072), (16, 8192))
 SIZES = (
     *((1, tokens) for tokens in (2048, 4096, 8192, 16384, 32768, 65536, 131072)),
-    *((4, tokens) for tokens in (2048, 8192, 32768)),
-    *((16, tokens) for tokens in (2048, 8192, 32768)),
-    *((64, tokens) for tokens in (2048, 8192)),
+    *((4, tokens) for tokens in (2048, 8192, 32768, 131072)),
+    *((16, tokens) for tokens in (2048, 8192, 32768, 131072)),
+    *((64, tokens) for tokens in (2048, 8192, 32768)),
 )
 FLEX = ((16, 8192),)
 #: Steps over rms of K's channels and of V's tokens.
@@ -417,7 +417,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Rows]:
             sizes=SIZES,
             reps=reps,
             backends=tuple(BACKENDS) if arguments.peers else (),
-            flex=SIZES[-2:] if arguments.peers else (),
+            flex=((64, 2048), (64, 8192)) if arguments.peers else (),
         )
     return tables
 
@@ -437,6 +437,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", help="batch:context", default=None)
     parser.add_argument("--repetitions", type=int, default=10)
     parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--backends", nargs="+", choices=tuple(BACKENDS), default=tuple(BACKENDS))
     parser.add_argument("--no-flex", action="store_true", help="compile no flex_attention")
     args = parser.parse_args()
     given = [each.split(":") for each in args.sizes or ()]
@@ -446,7 +447,7 @@ def main() -> None:
         steps=tuple(args.steps),
         groups=tuple(args.groups),
         reps=args.repetitions,
-        backends=() if args.no_peers else tuple(BACKENDS),
+        backends=() if args.no_peers else args.backends,
         flex=() if args.no_peers or args.no_flex else sizes,
         flex_groups=tuple(args.groups),
     )

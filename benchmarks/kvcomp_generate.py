@@ -45,8 +45,11 @@ LARGE_CHUNK_TOKENS = 2048
 ASKED_MS = dict(zip(CASES, (14.0, 30.0, 20.0), strict=True))
 #: Beyond a token of DynamicCache's, with K and V on the device; and times its prompt.
 ASKED_DEVICE_MS, ASKED_PROMPT = 2.0, 1.2
-#: Makes a cache of a config, on a device.
-Make = Callable[[Any, torch.device], Any]
+#: Tokens behind a prompt of LARGE, of which one request is measured and none warms up: a token of
+#: 52 GB in host memory takes a second.
+LARGE_NEW_TOKENS = 16
+#: Makes a cache of a config, on a device; options of KVCompCache are all that it is given besides.
+Make = Callable[..., Any]
 WAYS: dict[str, Make] = {
     DYNAMIC: lambda config, device: DynamicCache(config=config),
     OFFLOADED: lambda config, device: DynamicCache(config=config, offloading=True),
@@ -54,12 +57,16 @@ WAYS: dict[str, Make] = {
     "CompressedCache, device": lambda config, device: CompressedCache(
         config, device=device, offload=False
     ),
-    KVCOMP_HOST: lambda config, device: KVCompCache(config, device=device),
-    "KVCompCache, half on the host": lambda config, device: KVCompCache(
-        config, device=device, offload=0.5
+    KVCOMP_HOST: lambda config, device, **how: KVCompCache(config, device=device, **how),
+    "KVCompCache, half on the host": lambda config, device, **how: KVCompCache(
+        config, device=device, offload=0.5, **how
     ),
-    "KVCompCache, auto": lambda config, device: KVCompCache(config, device=device, offload="auto"),
-    KVCOMP_DEVICE: lambda config, device: KVCompCache(config, device=device, offload=False),
+    "KVCompCache, auto": lambda config, device, **how: KVCompCache(
+        config, device=device, offload="auto", **how
+    ),
+    KVCOMP_DEVICE: lambda config, device, **how: KVCompCache(
+        config, device=device, offload=False, **how
+    ),
     "QuantizedCache, quanto, 4 bits": lambda config, device: QuantizedCache(
         "quanto", config, nbits=4
     ),
@@ -111,6 +118,8 @@ def run(arguments: argparse.Namespace, report: Any) -> dict[str, Rows]:
                 f"Generation, {name}: {case.layers} layers, {case.batch} x {case.tokens} tokens, "
                 f"bfloat16, on {_device_name(device)}"
             )
+            if arguments.scales:
+                title += ", scales of K and V {:g} and {:g}".format(*arguments.scales[0])
             tables[title] = _case_rows(name, case, arguments, report)
         return tables
     finally:
@@ -119,17 +128,20 @@ def run(arguments: argparse.Namespace, report: Any) -> dict[str, Rows]:
 
 def _case_rows(name: str, case: Case, arguments: argparse.Namespace, report: Any) -> Rows:
     model = case.model(arguments.device)
-    chunk_tokens = LARGE_CHUNK_TOKENS if name in LARGE else case.tokens
     measured: dict[str, _Measured] = {way: _Measured() for way in arguments.ways}
     if arguments.device.type == "cpu" and OFFLOADED in measured:
         measured[OFFLOADED].problem = "it needs a GPU"
-    turns = arguments.repetitions + 1
-    # In turns, since the speed of a shared host changes from one minute to the next.
-    for turn in range(turns):
+    how = {}
+    if arguments.scales:
+        how["key_scale"], how["value_scale"] = arguments.scales[0]
+    # The first request warms up, but in LARGE. In turns, since the speed of a shared host changes
+    # from one minute to the next.
+    first, turns = (1, 2) if name in LARGE else (0, arguments.repetitions + 1)
+    for turn in range(first, turns):
         for done, (way, found) in enumerate(measured.items()):
             report(turn * len(measured) + done, turns * len(measured))
             if not found.problem:
-                _take_turn(found, way, model, case, turn, chunk_tokens)
+                _take_turn(found, way, model, case, turn, name in LARGE, how)
     rows: Rows = []
     plain: dict[str, Any] | None = None
     for way, found in measured.items():
@@ -169,19 +181,28 @@ class _Measured:
 
 
 def _take_turn(
-    found: _Measured, way: str, model: Any, case: Case, turn: int, chunk_tokens: int
+    found: _Measured,
+    way: str,
+    model: Any,
+    case: Case,
+    turn: int,
+    large: bool,
+    how: dict[str, float],
 ) -> None:
-    """Measure one request; the first one warms up."""
+    """Measure one request, with these options of KVCompCache; that of turn 0 warms up."""
     device: torch.device = model.device
     model.set_attn_implementation("bitslab" if way.startswith("KVComp") else "sdpa")
     generator = torch.Generator().manual_seed(turn)
     ids = torch.randint(32_000, (case.batch, case.tokens), generator=generator).to(device)
     _free(device)
     try:
-        cache = WAYS[way](model.config, device)
+        cache = WAYS[way](model.config, device, **(how if way.startswith("KVComp") else {}))
         blocks = device.type == "cuda" and way.startswith(("Compressed", "KVComp"))
         warm = BALANCE_TOKENS if blocks and way.endswith("auto") else WARM_TOKENS
         n = warm + BLOCK_TOKENS if blocks else NEW_TOKENS
+        if large:
+            n = warm + LARGE_NEW_TOKENS
+        chunk_tokens = LARGE_CHUNK_TOKENS if large else case.tokens
         request = _request(model, cache, ids, chunk_tokens, n, warm)
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         # Backends that are missing say so by one of these, and memory that runs out.
