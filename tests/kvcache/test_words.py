@@ -133,7 +133,7 @@ def test_histories_lie_in_few_pieces_where_free_memory_is_nearly_enough(
             )
     for history in found:
         pieces = [source for _, source in history.transfers(torch.empty(n_words))]
-        assert len(pieces) <= blocks + 4
+        assert len(pieces) <= 2 * blocks + arenas.PARTS
         words = history.fetch()[:n_words].view(blocks, -1)
         assert bool((words == torch.arange(blocks).view(-1, 1)).all())
 
