@@ -131,7 +131,7 @@ def _case_rows(name: str, case: Case, arguments: argparse.Namespace, report: Any
     measured: dict[str, _Measured] = {way: _Measured() for way in arguments.ways}
     if arguments.device.type == "cpu" and OFFLOADED in measured:
         measured[OFFLOADED].problem = "it needs a GPU"
-    how = {}
+    how: dict[str, Any] = {}
     if arguments.scales:
         how["key_scale"], how["value_scale"] = arguments.scales[0]
     # The first request warms up, but in LARGE. In turns, since the speed of a shared host changes
@@ -187,7 +187,7 @@ def _take_turn(
     case: Case,
     turn: int,
     large: bool,
-    how: dict[str, float],
+    how: dict[str, Any],
 ) -> None:
     """Measure one request, with these options of KVCompCache; that of turn 0 warms up."""
     device: torch.device = model.device
@@ -196,6 +196,8 @@ def _take_turn(
     ids = torch.randint(32_000, (case.batch, case.tokens), generator=generator).to(device)
     _free(device)
     try:
+        if large:  # so that histories that grow from chunk to chunk are not copied to larger memory
+            how = {**how, "reserve_tokens": case.tokens + LARGE_NEW_TOKENS}
         cache = WAYS[way](model.config, device, **(how if way.startswith("KVComp") else {}))
         blocks = device.type == "cuda" and way.startswith(("Compressed", "KVComp"))
         warm = BALANCE_TOKENS if blocks and way.endswith("auto") else WARM_TOKENS

@@ -48,8 +48,10 @@ class CompressedCache(PackedCache):
     block_tokens : int
         Tokens that are packed and moved together; a power of two up to 4096.
     reserve_tokens : int, optional
-        Tokens of a sequence for which host memory is taken when the first are packed. Left out,
-        memory is taken as it is needed, an eighth ahead where packing has saved as much.
+        Tokens of a sequence for which memory is taken when the first are packed, so that a
+        history that grows, by chunks of a prompt or by tokens, is not copied to larger memory on
+        the device. Left out, memory is taken as it is needed, an eighth ahead where packing has
+        saved as much.
     sm_budget : int or None
         Multiprocessors that decoding ahead may take from the computation; None for all. Decoding
         for which the computation waits takes all.

@@ -74,7 +74,9 @@ class KVCompCache(PackedCache):
     device : torch.device or str, optional
         Where K and V are used: refuses others. Left out, each layer takes it from its first K.
     reserve_tokens : int, optional
-        Tokens of a sequence for which host memory is taken when the first are packed.
+        Tokens of a sequence for which memory is taken when the first are packed, so that a
+        history that grows, by chunks of a prompt or by tokens, is not copied to larger memory on
+        the device.
     sm_budget : int or None
         Multiprocessors that decoding may take from the computation; None for all. Attention to
         tiles, for which the computation waits, takes all.
