@@ -91,15 +91,37 @@ def raw_rows(host: HostBytes, ideal: float, reps: int, largest: float) -> Rows:
     return found
 
 
+def by_the_cpu(rows: torch.Tensor, ids: list[torch.Tensor], reps: int) -> float:
+    """Return the seconds of the CPU's gather into page-locked memory and a copy to the GPU."""
+    on_cpu = [each.cpu() for each in ids]
+    staged = torch.empty(len(ids[0]), *rows.shape[1:], dtype=rows.dtype, pin_memory=True)
+    out = staged.cuda()
+
+    def gather(i: int) -> None:
+        torch.index_select(rows, 0, on_cpu[i], out=staged)
+        out.copy_(staged)
+        torch.cuda.synchronize()
+
+    return cpu_seconds(gather, reps)
+
+
+def thread_counts() -> list[int]:
+    """Return powers of two up to the threads that torch has here, and those."""
+    most = torch.get_num_threads()
+    return sorted({most, *(1 << k for k in range(most.bit_length()))})
+
+
 def alignment(host: HostBytes, ideal: float, reps: int) -> Rows:
-    """Measure raw gathers of rows that do not line up with 128 bytes."""
+    """Measure raw gathers of rows that do not line up with 128 bytes, and the CPU's of the same."""
     found: Rows = []
     base = 0.0
     cases = [(2048, 0), *((2048 + k, 0) for k in range(4, 32, 4)), (2048, 4), (2048, 1)]
     for row_bytes, offset in [*cases, (1024, 0), (1028, 0), (602, 0), (301, 0), (300, 0), (44, 0)]:
         rows = host.rows(GIB // 2, row_bytes, offset)
         n = min(400_000, (256 << 20) // row_bytes) if row_bytes > 256 else 1_000_000
-        rate = n * row_bytes / copied(rows, drawn(len(rows), n, reps), reps, sort=False) / 1e9
+        ids = drawn(len(rows), n, reps)
+        rate = n * row_bytes / copied(rows, ids, reps, sort=False) / 1e9
+        by_cpu = n * row_bytes / by_the_cpu(rows, ids, reps) / 1e9
         base = base or rate
         starts = (offset + torch.arange(len(rows)) * row_bytes) % 128
         lines = float(((starts + row_bytes + 127) // 128).double().mean())
@@ -110,6 +132,8 @@ def alignment(host: HostBytes, ideal: float, reps: int) -> Rows:
                 "GB/s": rate,
                 "of ideal": f"{100 * rate / ideal:.0f} %",
                 "of 2048 B aligned": f"{100 * rate / base:.0f} %",
+                "by the CPU GB/s": by_cpu,
+                "times the CPU's": rate / by_cpu,
                 "row B of lines": f"{100 * row_bytes / 128 / lines:.0f} %",
             }
         )
@@ -245,19 +269,17 @@ def peers(reps: int) -> Rows:
     for part in x.split(1 << 18):
         part.copy_(torch.randn(len(part), columns, device="cuda") * 0.02)
     ids = drawn(n_rows, n, reps)
-    on_cpu = [i.cpu() for i in ids]
     out = torch.empty(n, columns, device="cuda")
-    staged = torch.empty(n, columns, pin_memory=True)
-
-    def by_cpu(i: int) -> None:
-        torch.index_select(x, 0, on_cpu[i], out=staged)
-        out.copy_(staged)
-        torch.cuda.synchronize()
 
     def line(name: str, seconds: float) -> None:
         found.append({"how": name, "GB/s": out.nbytes / seconds / 1e9, "ms": 1e3 * seconds})
 
-    line("CPU gather into page-locked memory, then copy", cpu_seconds(by_cpu, reps))
+    most = torch.get_num_threads()
+    for threads in thread_counts():
+        torch.set_num_threads(threads)
+        how = f"CPU gather by {threads} threads into page-locked memory, then copy"
+        line(how, by_the_cpu(x, ids, reps))
+    torch.set_num_threads(most)
     u = bitslab.unified(x)
     line("unified tensor, u[ids]", gpu_seconds(lambda i: u[ids[i]], reps))
     with bitslab.CompressedTable.from_tensor(x, device="cuda", progress=False) as table:

@@ -1,4 +1,4 @@
-"""Measure epochs of GraphSAGE by how features are kept: IBP's Figures 8 and 9 for this machine.
+"""Measure epochs of GraphSAGE or GAT by how features are kept, as Figures 8 and 9 of IBP do.
 
 All ways train in one process on the same batches, epoch by epoch in turn, after one that warms up;
 their losses are compared too. `epoch / raw` is the median over the epochs of the time divided by
@@ -34,7 +34,7 @@ from common.ranks import Ranks  # noqa: E402
 from common.report import Steps, same_bits  # noqa: E402
 from graphsage.datasets import DatasetError, Graph  # noqa: E402
 from graphsage.modes import MODES, PAPER_NAMES, RAW_CACHE, Traffic  # noqa: E402
-from graphsage.options import add_options, rank_device  # noqa: E402
+from graphsage.options import add_options, check_model, rank_device  # noqa: E402
 from graphsage.script import Framework, load_graph  # noqa: E402
 from graphsage.training import Epoch, Trainer  # noqa: E402
 from timing import print_tables  # noqa: E402
@@ -81,6 +81,7 @@ def main() -> int:
     shown.add_argument("--json", action="store_true", help="print JSON instead of tables")
     shown.add_argument("--out", type=new_file, help="also write the tables to this Markdown file")
     options = parser.parse_args()
+    check_model(parser, options)
     device = rank_device(parser, options.device)
     modes = list(dict.fromkeys(["raw", *options.modes]))
     warnings.filterwarnings("ignore", message="Dataloader CPU affinity")
@@ -179,8 +180,9 @@ class Measuring:
         graph, trainer = self.graph, self.trainers["raw"]
         on = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "CPU"
         peer, factor = PAPER[setting]
+        model = "GAT, " if self.options.model == "gat" else ""
         return (
-            f"{self.framework.name} as {setting}, {graph.name}: {graph.n_nodes:,} nodes of "
+            f"{self.framework.name} as {setting}, {model}{graph.name}: {graph.n_nodes:,} nodes of "
             f"{graph.x[0].nbytes:,} bytes, {trainer.n_train // trainer.batch_size} batches of "
             f"{trainer.batch_size:,}, {on} (paper: {factor}x over {peer} on average, A100)"
         )

@@ -1,4 +1,4 @@
-"""Train GraphSAGE with DGL from features that are compressed, and compare with raw ones."""
+"""Train GraphSAGE or GAT with DGL from features that are compressed, and compare with raw ones."""
 
 from __future__ import annotations
 
@@ -15,22 +15,30 @@ os.environ.setdefault("DGLBACKEND", "pytorch")  # otherwise DGL writes a config 
 import dgl  # noqa: E402
 import torch  # noqa: E402
 from dgl import function  # noqa: E402
-from dgl.nn.pytorch import SAGEConv  # noqa: E402
+from dgl.nn.pytorch import GATConv, SAGEConv  # noqa: E402
 from graphsage.datasets import DatasetError, Graph, from_edges  # noqa: E402
 from graphsage.modes import COMPRESSED, Column, compress_options, placed  # noqa: E402
+from graphsage.options import GAT_HEADS  # noqa: E402
 from graphsage.script import Framework, run  # noqa: E402
 from graphsage.training import Fetched, Seeds, Trainer  # noqa: E402
 
 from bitslab.integrations.dgl import compress_features  # noqa: E402
 
 
-class Sage(torch.nn.Module):
-    """GraphSAGE with means; edge features join each layer by the mean of a node's edges."""
+class Network(torch.nn.Module):
+    """GraphSAGE with means, or GAT; edge features join each layer by the mean of a node's edges."""
 
-    def __init__(self, widths: list[int], edge_columns: int) -> None:
+    def __init__(self, model: str, widths: list[int], edge_columns: int) -> None:
         super().__init__()
         pairs = list(zip(widths, widths[1:], strict=False))
-        self.convs = torch.nn.ModuleList(SAGEConv(a, b, "mean") for a, b in pairs)
+        if model == "gat":
+            heads = [*[GAT_HEADS] * (len(pairs) - 1), 1]
+            self.convs = torch.nn.ModuleList(
+                GATConv(a, b // n, n, allow_zero_in_degree=True)
+                for (a, b), n in zip(pairs, heads, strict=True)
+            )
+        else:
+            self.convs = torch.nn.ModuleList(SAGEConv(a, b, "mean") for a, b in pairs)
         self.edges = torch.nn.ModuleList(
             torch.nn.Linear(edge_columns, b) for _, b in pairs if edge_columns
         )
@@ -38,7 +46,7 @@ class Sage(torch.nn.Module):
     def forward(self, blocks: list[Any], x: torch.Tensor, *edge_rows: torch.Tensor) -> torch.Tensor:
         h = x.float()
         for i, (block, conv) in enumerate(zip(blocks, self.convs, strict=True)):
-            h = conv(block, h)
+            h = conv(block, h).flatten(1)  # of GAT's heads
             if edge_rows:
                 h = h + self.edges[i](mean_of_edges(block, edge_rows[i].float()))
             if i + 1 < len(blocks):
@@ -104,7 +112,8 @@ class DglTrainer(Trainer):
     def make_model(self) -> torch.nn.Module:
         hidden = [self.options.hidden] * (len(self.options.fanouts) - 1)
         widths = [self.graph.x.shape[1], *hidden, self.graph.n_classes]
-        return Sage(widths, 0 if self.graph.e is None else self.graph.e.shape[1])
+        edge_columns = 0 if self.graph.e is None else self.graph.e.shape[1]
+        return Network(self.options.model, widths, edge_columns)
 
     def sampled(self, batches: Sequence[Seeds]) -> Iterator[Any]:
         # DGL names fanouts from the outermost hop to the seeds.

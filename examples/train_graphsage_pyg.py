@@ -1,4 +1,4 @@
-"""Train GraphSAGE with PyG from features that are compressed, and compare with raw ones."""
+"""Train GraphSAGE or GAT with PyG from features that are compressed, and compare with raw ones."""
 
 from __future__ import annotations
 
@@ -12,25 +12,34 @@ from typing import Any
 import torch
 from graphsage.datasets import DatasetError, Graph, from_edges
 from graphsage.modes import COMPRESSED, Column, compress_options, placed
+from graphsage.options import GAT_HEADS
 from graphsage.sampler import NeighbourSampler, Sampled
 from graphsage.script import Framework, run
 from graphsage.training import Fetched, Seeds, Trainer
 from torch_geometric.data import Data
 from torch_geometric.loader import NodeLoader
-from torch_geometric.nn import SAGEConv
+from torch_geometric.nn import GATConv, SAGEConv
 from torch_geometric.sampler import BaseSampler, NodeSamplerInput, SamplerOutput
 from torch_geometric.utils import scatter
 
 from bitslab.integrations.pyg import compress_features
 
 
-class Sage(torch.nn.Module):
-    """GraphSAGE with means; edge features join each layer by the mean of a node's edges."""
+class Network(torch.nn.Module):
+    """GraphSAGE with means, or GAT; edge features join each layer by the mean of a node's edges."""
 
-    def __init__(self, widths: list[int], edge_columns: int) -> None:
+    def __init__(self, model: str, widths: list[int], edge_columns: int) -> None:
         super().__init__()
         pairs = list(zip(widths, widths[1:], strict=False))
-        self.convs = torch.nn.ModuleList(SAGEConv((a, a), b) for a, b in pairs)
+        self.attends = model == "gat"
+        if self.attends:
+            heads = [*[GAT_HEADS] * (len(pairs) - 1), 1]
+            self.convs = torch.nn.ModuleList(
+                GATConv((a, a), b // n, heads=n, add_self_loops=False)
+                for (a, b), n in zip(pairs, heads, strict=True)
+            )
+        else:
+            self.convs = torch.nn.ModuleList(SAGEConv((a, a), b) for a, b in pairs)
         self.edges = torch.nn.ModuleList(
             torch.nn.Linear(edge_columns, b) for _, b in pairs if edge_columns
         )
@@ -41,8 +50,9 @@ class Sage(torch.nn.Module):
         h = x.float()
         for i, conv in enumerate(self.convs):
             # Layer by layer fewer nodes are needed: those nearest to the seeds come first.
-            links, targets = hops.layers[i]
-            h = conv((h, h[: len(links)]), links)
+            links, source, targets = hops.layers[i]
+            pair = h, h[: len(links)]
+            h = conv(pair, torch.stack([source, targets]) if self.attends else links)
             if edge_rows is not None:
                 rows = edge_rows[: len(targets)].float()
                 mean = scatter(rows, targets, dim_size=len(links), reduce="mean")
@@ -79,7 +89,7 @@ class Hops:
                 (n_targets, n_nodes),
                 check_invariants=False,
             )
-            self.layers.append((links, target[:n_edges]))
+            self.layers.append((links, source[:n_edges], target[:n_edges]))
 
         self.parts = (source, target, ones, begins)
 
@@ -154,7 +164,8 @@ class PygTrainer(Trainer):
     def make_model(self) -> torch.nn.Module:
         hidden = [self.options.hidden] * (len(self.options.fanouts) - 1)
         widths = [self.graph.x.shape[1], *hidden, self.graph.n_classes]
-        return Sage(widths, 0 if self.graph.e is None else self.graph.e.shape[1])
+        edge_columns = 0 if self.graph.e is None else self.graph.e.shape[1]
+        return Network(self.options.model, widths, edge_columns)
 
     def sampled(self, batches: Sequence[Seeds]) -> Iterator[Any]:
         if self.device.type == "cuda":

@@ -23,6 +23,9 @@ from common.arguments import (
 from .modes import MODES
 from .sampler import ALL
 
+#: Heads of a hidden layer of GAT; its last layer has one.
+GAT_HEADS = 4
+
 MODES_HELP = """\
 The features are kept in one of five ways, as IBP (EuroSys'26, section 6.2) compares them:
 
@@ -131,7 +134,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help=f"neighbours to sample, hop by hop from the seeds, {ALL} for all; as many layers "
         "(default: 25 10)",
     )
-    add("--hidden", type=positive, default=256, help="width of the model (default: %(default)s)")
+    add("--model", choices=("sage", "gat"), default="sage", help="default: %(default)s")
+    add(
+        "--hidden",
+        type=positive,
+        default=256,
+        help=f"width of the model, for gat a multiple of its {GAT_HEADS} heads "
+        "(default: %(default)s)",
+    )
     add("--lr", type=above_zero, default=0.003, help="learning rate (default: %(default)s)")
     add(
         "--dtype",
@@ -156,6 +166,15 @@ def fanout(text: str) -> int:
     if number < 1 and number != ALL:
         raise argparse.ArgumentTypeError(f"{number}, accepted are numbers from 1 on, and {ALL}")
     return number
+
+
+def check_model(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Refuse a width that heads do not share evenly."""
+    if options.model == "gat" and options.hidden % GAT_HEADS:
+        parser.error(
+            f"argument --hidden: {options.hidden}, accepted with --model gat are multiples of "
+            f"{GAT_HEADS}"
+        )
 
 
 def rank_device(parser: argparse.ArgumentParser, name: str | None) -> torch.device:

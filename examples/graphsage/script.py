@@ -18,7 +18,7 @@ from common.report import OUTPUT, Steps, describe, make_console, same_bits, writ
 from . import datasets
 from .datasets import DatasetError, Graph
 from .modes import MODES
-from .options import make_parser, rank_device
+from .options import check_model, make_parser, rank_device
 from .report import Run, draw, print_run
 from .training import Trainer
 
@@ -31,6 +31,7 @@ SETTINGS = (
     "hidden",
     "lr",
     "max_train",
+    "model",
     "pipeline",
     "scale_up",
     "seed",
@@ -57,6 +58,7 @@ def run(
     """Train as the command line says; return the exit status."""
     parser = make_parser(description, script, line)
     options = parser.parse_args(arguments)
+    check_model(parser, options)
     device = rank_device(parser, options.device)
     if options.batch_size < ranks.wanted_size():
         parser.error(

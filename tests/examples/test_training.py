@@ -64,6 +64,21 @@ def test_losses_are_equal_in_all_modes(
     assert edges or plot.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.parametrize("edges", [False, True], ids=["nodes", "nodes and edges"])
+def test_losses_of_attention_are_equal_in_all_modes(script: Any, train: Any, edges: bool) -> None:
+    options = ["--model", "gat", *(["--edge-features"] if edges else [])]
+    status, report = train(script, *SMALL, *options, "--features", "all")
+    assert status == 0 and report["losses_equal"] and report["settings"]["model"] == "gat"
+    _, plain = train(script, *SMALL, *options[2:], "--features", "raw")
+    assert losses(report["runs"][0]) != losses(plain["runs"][0])
+
+
+def test_heads_share_the_width_evenly(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script.main(["--model", "gat", "--hidden", "6"])
+    assert "--hidden: 6, accepted with --model gat are multiples of 4" in capsys.readouterr().err
+
+
 @pytest.mark.drawn(1)
 def test_losses_do_not_depend_on_the_sampling_process(script: Any, train: Any) -> None:
     calls = []
@@ -232,8 +247,12 @@ def test_traffic_of_plain_rows_is_what_was_asked_for() -> None:
     assert Traffic(100, 0, hits=5).ratio is None
 
 
+@pytest.mark.parametrize("model", ["", "GAT, "], ids=["sage", "gat"])
 def test_benchmark_measures_all_modes_in_turn(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    model: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
 ) -> None:
     import importlib
 
@@ -242,10 +261,11 @@ def test_benchmark_measures_all_modes_in_turn(
     out = tmp_path / "gnn.md"
     options = "--datasets digits --scale-up 300 --max-train 64 --hidden 8 --batch-size 64"
     command = ["gnn.py", *options.split(), "--epochs", "1", "--device", "cpu", "--out", str(out)]
-    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(sys, "argv", [*command, *(["--model", "gat"] if model else [])])
     assert benchmark.main() == 0
     text = out.read_text()
-    assert text.count("### DGL as dgl, digits SU: 300 nodes of 256 bytes, 1 batches of 64") == 1
+    graph = "digits SU: 300 nodes of 256 bytes, 1 batches of 64"
+    assert text.count(f"### DGL as dgl, {model}{graph}") == 1
     assert text.count("### PyG as legion") == 1
     for mode in (*MODES, "raw cache"):
         assert text.count(f"| {mode}") >= 4
