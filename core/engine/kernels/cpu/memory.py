@@ -83,7 +83,10 @@ def stack_memory(count: int) -> Any:
     @intrinsic  # type: ignore[untyped-decorator]
     def address_of_stack(typing_context: Any) -> Any:
         def build(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            memory = cgutils.alloca_once(builder, ir.ArrayType(_BYTE, count))
+            # Not `cgutils.alloca_once`: it stores zeros, byte after byte in what LLVM makes of it,
+            # which took 7 s to compile for some kilobytes.
+            with builder.goto_entry_block():
+                memory = builder.alloca(ir.ArrayType(_BYTE, count))
             memory.align = 64
             return builder.ptrtoint(memory, _LONG)
 
