@@ -104,7 +104,8 @@ class HostArena:
         Parameters
         ----------
         words, raw_words : int
-            Words that it is expected to take in all, and that its tokens take unpacked.
+            Words that it is expected to take beside those that it has, and that its tokens take
+            unpacked. What was expected before is not expected any more.
         tokens : int
             That it will have. Nothing is begun where others have as many.
         """
@@ -112,7 +113,7 @@ class HostArena:
             return
         self._furthest = tokens
         arena = self._current_arena()
-        self._expected_words += self.histories * words
+        self._expected_words = self.histories * words
         self._allowed_soon_words = self.histories * raw_words
         self._make_ahead(arena)
 

@@ -147,8 +147,9 @@ class HostWords:
 
     def expect(self, n_words: int, raw_words: int, *, tokens: int) -> None:
         """Make memory ready while the device packs, in the arena's threads."""
-        wanted = max(n_words + n_words // GROWTH, MIN_PIECE_WORDS)
-        self._arena.expect(min(wanted, raw_words), raw_words, tokens)
+        wanted = min(max(n_words + n_words // GROWTH, MIN_PIECE_WORDS), raw_words)
+        # A history whose tokens were removed has kept its pieces, as the others have theirs.
+        self._arena.expect(max(0, wanted - self.nbytes // 4), raw_words, tokens)
 
     def append(
         self,
@@ -254,7 +255,10 @@ class HostWords:
         self._pieces, self._ahead_words, self._allowed, self.n_words = [], 0, 0, 0
 
     def _take(self, least: int, wanted: int, others: int = 0) -> torch.Tensor:
-        return self._arena.take(least, wanted, others=others, pending=self.link.pending)
+        streams = self.link.streams
+        # Not a method of the link, whose streams are the next one's while the arena has the piece.
+        pending = None if streams is None else streams.pending
+        return self._arena.take(least, wanted, others=others, pending=pending)
 
     def _copy_to(self, out: torch.Tensor) -> None:
         for target, source in self.transfers(out):
