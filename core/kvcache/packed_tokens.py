@@ -354,7 +354,7 @@ class PackedTokens:
             raise
         self._link.keep(*segment.tensors())
         self.moved_to_host_bytes += 4 * n_words if self.words.on_host else 0
-        self._fitting.watch(segment, n_words / in_flight.packed.lengths.shape[0])
+        self._fitting.watch(segment, n_words / in_flight.packed.lengths.shape[0], tokens)
 
     def _most_words(self, segment: Segment, in_flight: InFlightBlocks) -> int:
         """Return the words for which memory may be taken: with metadata no more than raw tokens."""
@@ -423,7 +423,7 @@ class PackedTokens:
             self._link.keep(*segment.tensors())
         del self.segments[n_segments + (1 if tokens else 0) :]
         self.length = length
-        self._fitting.forget_blocks()
+        self._fitting.forget_blocks(length)
         self._change()
 
     def prepare_take(self, take: Take) -> Commit:
