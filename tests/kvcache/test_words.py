@@ -175,6 +175,7 @@ class Request:
     histories: int
     again: bool  # in the cache of the request before, whose tokens are removed
     kept: int  # caches of requests before that are still alive
+    merged: bool  # whether rows are read by themselves at the end
 
     @property
     def most_pieces(self) -> float:
@@ -194,6 +195,7 @@ REQUESTS = st.builds(
     histories=st.integers(1, 6),
     again=st.booleans(),
     kept=st.integers(0, 2),
+    merged=st.booleans(),
 )
 
 
@@ -214,7 +216,11 @@ def serve(histories: list[HostWords], request: Request) -> None:
             history.append(new, tokens=tokens, most=most)
     for i, (history, before) in enumerate(zip(histories, there, strict=True)):
         assert len(history._pieces) <= before + request.most_pieces
-        assert bool((history.fetch()[: history.n_words] == i).all())
+        sources = [source for _, source in history.transfers(torch.empty(history.n_words))]
+        assert sum(map(len, sources)) == history.n_words
+        assert all(bool((source == i).all()) for source in sources)
+        if request.merged:
+            assert bool((history.merged()[: history.n_words] == i).all())
 
 
 @settings(max_examples=25)
@@ -244,7 +250,9 @@ def test_requests_of_any_sizes_lie_in_few_pieces_and_reserve_about_what_they_use
             most_used = max(most_used, sum(used))
             few = 4 * arenas.MIN_AHEAD_BYTES
             assert caches[-1][0].nbytes <= 1.5 * used[-1] + few
-            assert host_arena().stats()["reserved_bytes"] <= 2.5 * most_used + few
+            # Pieces that are merged are there twice, and buffers of one of them may be too small.
+            most = 4 if any(r.merged for r in requests) else 2.5
+            assert host_arena().stats()["reserved_bytes"] <= most * most_used + few
             del arena
         caches.clear()
         host_arena().trim()
