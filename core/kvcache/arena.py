@@ -104,7 +104,8 @@ class HostArena:
         Parameters
         ----------
         words, raw_words : int
-            Words that it is expected to take in all, and that its tokens take unpacked.
+            Words that it is expected to take beside those that it has, and that its tokens take
+            unpacked. What was expected before is not expected any more.
         tokens : int
             That it will have. Nothing is begun where others have as many.
         """
@@ -112,7 +113,7 @@ class HostArena:
             return
         self._furthest = tokens
         arena = self._current_arena()
-        self._expected_words += self.histories * words
+        self._expected_words = self.histories * words
         self._allowed_soon_words = self.histories * raw_words
         self._make_ahead(arena)
 
@@ -134,7 +135,13 @@ class HostArena:
         return 4 * words - self.nbytes
 
     def take(
-        self, least: int, wanted: int, *, others: int = 0, pending: Pending | None = None
+        self,
+        least: int,
+        wanted: int,
+        *,
+        others: int = 0,
+        replaces: bool = False,
+        pending: Pending | None = None,
     ) -> torch.Tensor:
         """Return a piece of memory.
 
@@ -146,6 +153,9 @@ class HostArena:
             Words that are needed, and words that would be good to have.
         others : int
             Pieces of this size that are expected to be taken next.
+        replaces : bool
+            Whether it takes the place of smaller pieces, which go back then: where a buffer is
+            made, free ones that are too small for such a piece are returned to the system.
         pending : callable, optional
             Returns events behind the work of GPUs that may still use the piece when it is gone.
 
@@ -167,6 +177,8 @@ class HostArena:
             least_bytes = max(4 * least, 4 * wanted // PARTS)
             rest = self._made_ahead(least_bytes)
             if rest is None:
+                if replaces:
+                    arena.make_room(4 * least, pin=self._pin_kind, private=self._pin)
                 rest = self._reserve(4 * least, 4 * wanted, others * size_bytes)
             self._rest = rest
         nbytes = min(rest.nbytes, 4 * wanted)

@@ -18,6 +18,10 @@ from .segment import Segment
 DRIFT_BLOCKS = 4
 DRIFT = 0.05
 REFIT_GAIN = 0.02
+#: And it is fitted again once the tokens packed since the last time are this share of all: tokens
+#: that change their kind again and again would cost a fit each time, and all later reading a
+#: segment.
+REFIT_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,8 @@ class Fitting:
         self._expected_share = 0.0  # of the first rows, whose codec was kept
         self._sample: AsyncCopy | None = None
         self._recent: list[float] = []  # words of a row, of the last blocks of the segment
+        self._length = 0  # packed tokens
+        self._fitted_at = 0  # how many there were when a codec was fitted again
         self.wanted = False
         self.refits = 0
 
@@ -113,6 +119,7 @@ class Fitting:
         if last is not None:
             self.refits += 1
             self._recent = []
+            self._fitted_at = self._length
             if last.codec is not None:
                 now = float(last.codec.packed_bytes(sample).sum())
                 if now - packed < REFIT_GAIN * sample.nbytes:
@@ -155,31 +162,50 @@ class Fitting:
             self._kept.put(rows.dtype, rows.row_bytes, codec, share)
         return True
 
-    def watch(self, segment: Segment, words: float) -> None:
+    def watch(self, segment: Segment, words: float, length: int) -> None:
         """Record the words of a row in the block that was packed last.
 
-        Another codec is wanted when the last blocks were larger than the first ones of the segment.
+        Another codec is wanted when the last blocks were larger than the first ones of the segment,
+        and not nearly all tokens were packed before the last fit.
+
+        Parameters
+        ----------
+        segment : Segment
+            That of the block.
+        words : float
+            The words.
+        length : int
+            Packed tokens, with the block.
         """
+        self._length = length
         if segment.kernels is None:
             return
         self._recent = [*self._recent[1 - DRIFT_BLOCKS :], words]
         mean = sum(self._recent) / len(self._recent)
         limit = segment.expected_words + DRIFT * segment.kernels.row_words
-        self.wanted = len(self._recent) == DRIFT_BLOCKS and mean > limit
+        new = length - self._fitted_at
+        self.wanted = (
+            len(self._recent) == DRIFT_BLOCKS and mean > limit and new >= REFIT_SHARE * length
+        )
 
     def forget_sample(self) -> None:
         """Draw another sample for the next codec."""
         self._sample = None
 
-    def forget_blocks(self) -> None:
-        """Forget the blocks that were watched, and the sample: tokens have been removed."""
+    def forget_blocks(self, length: int) -> None:
+        """Forget the blocks that were watched, and the sample: `length` packed tokens are left."""
         self._sample, self._recent = None, []
+        self._length, self._fitted_at = length, min(self._fitted_at, length)
 
     def reset(self) -> None:
         """Return to the state with no tokens."""
-        self.forget_blocks()
+        self.forget_blocks(0)
         self.wanted, self._expected_share = False, 0.0
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the sample, which may be in flight."""
         return {**self.__dict__, "_sample": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take a state, of a version in which a codec was fitted again at any length too."""
+        self.__dict__.update({"_length": 0, "_fitted_at": 0, **state})

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..engine.kernels.cuda.stream import current_stream, stream_pointer
-from ..engine.transfer.lanes import StreamLane
+from ..engine.transfer.lanes import StreamLane, lent_lane
 from ..errors import BitslabError
 from .learning import LearningQueue
 from .packing_queue import PackingQueue
@@ -17,12 +17,14 @@ NO_STREAM = -1
 
 
 class Streams:
-    """Streams of a GPU for copies and decodes.
+    """Streams of a GPU for copies and decodes: those of a link before that is gone, if any.
 
     Parameters
     ----------
     device : torch.device
         The GPU.
+    owner : object, optional
+        What uses them; this object when left out.
 
     Attributes
     ----------
@@ -32,11 +34,16 @@ class Streams:
         Words are decoded on it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, owner: object | None = None) -> None:
         if not torch.cuda.is_available():
             raise BitslabError(f"device: {device}, but torch sees no CUDA GPU")
-        self.copies = StreamLane(device)
-        self.decodes = StreamLane(device)
+        owner = self if owner is None else owner
+        self.copies: StreamLane = lent_lane(owner, device, "K/V copies")
+        self.decodes: StreamLane = lent_lane(owner, device, "K/V decodes")
+
+    def pending(self) -> list[torch.cuda.Event]:
+        """Return events behind all work of the streams; none where they are idle."""
+        return [lane.record() for lane in (self.copies, self.decodes) if not lane.idle()]
 
 
 class Link:
@@ -64,14 +71,14 @@ class Link:
 
     Notes
     -----
-    Copies and pickles have streams of their own. A stream of the caller's on which histories were
+    Copies and pickles have other streams. A stream of the caller's on which histories were
     used must live until they are used on another, or are gone; all that torch makes do.
     """
 
     def __init__(self, device: torch.device, sm_budget: int | None = None) -> None:
         self.device = device
         self.sm_budget = sm_budget
-        self.streams = Streams(device) if device.type == "cuda" else None
+        self.streams = Streams(device, self) if device.type == "cuda" else None
         self.packing = PackingQueue()
         self.learning = LearningQueue(device)
         self.fetched_bytes = 0
@@ -114,13 +121,6 @@ class Link:
         current = current_stream(self.device)
         for t in tensors:
             t.record_stream(current)
-
-    def pending(self) -> list[torch.cuda.Event]:
-        """Return events behind all work of the streams; none where they are idle."""
-        if self.streams is None:
-            return []
-        both = (self.streams.copies, self.streams.decodes)
-        return [lane.record() for lane in both if not lane.idle()]
 
     def quiesce(self) -> None:
         """Make the current stream wait for all fetches, so that it may write to what they read."""

@@ -24,6 +24,18 @@ Commit = Callable[[], None]
 PIECE_BYTES = 64 << 20
 
 
+def _without_first(tail: torch.Tensor, tokens: int) -> torch.Tensor:
+    """Return a tail without its first tokens, in memory of its own unless much is left.
+
+    Of a long prompt one piece follows the other: were all that is left copied for each, that would
+    be work by the square of its length. As a view it keeps no more than twice its own memory.
+    """
+    left = tail[:, :, tokens:]
+    if left.nbytes > max(PIECE_BYTES, tail.untyped_storage().nbytes() // 2):
+        return left
+    return left.clone(memory_format=torch.contiguous_format)
+
+
 class Revision:
     """Identity of the packed tokens of one history between two changes.
 
@@ -280,8 +292,8 @@ class PackedTokens:
         Returns
         -------
         torch.Tensor
-            The tail without the tokens of these blocks, in memory of its own; `tail` when there is
-            nothing to move yet.
+            The tail without the tokens of these blocks, in memory of its own, or behind them where
+            much is left; `tail` when there is nothing to move yet.
 
         Raises
         ------
@@ -294,7 +306,7 @@ class PackedTokens:
         if not known or not self._accept_first():
             return tail
         tokens = sum(blocks.tokens for blocks in self.in_flight[:known])
-        left = tail[:, :, tokens:].clone(memory_format=torch.contiguous_format)
+        left = _without_first(tail, tokens)
         moved = 0
         for _ in range(known):
             blocks = self.in_flight[0]
@@ -342,7 +354,7 @@ class PackedTokens:
             raise
         self._link.keep(*segment.tensors())
         self.moved_to_host_bytes += 4 * n_words if self.words.on_host else 0
-        self._fitting.watch(segment, n_words / in_flight.packed.lengths.shape[0])
+        self._fitting.watch(segment, n_words / in_flight.packed.lengths.shape[0], tokens)
 
     def _most_words(self, segment: Segment, in_flight: InFlightBlocks) -> int:
         """Return the words for which memory may be taken: with metadata no more than raw tokens."""
@@ -411,7 +423,7 @@ class PackedTokens:
             self._link.keep(*segment.tensors())
         del self.segments[n_segments + (1 if tokens else 0) :]
         self.length = length
-        self._fitting.forget_blocks()
+        self._fitting.forget_blocks(length)
         self._change()
 
     def prepare_take(self, take: Take) -> Commit:

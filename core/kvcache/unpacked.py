@@ -112,8 +112,9 @@ class UnpackedTokens:
     def own(self) -> None:
         """Copy the tail where it still lies in the caller's memory."""
         borrowed, self._borrowed = self._borrowed, None
-        if borrowed is not None and self.tail.memory is borrowed:
-            self.tail = Tail(borrowed.clone(memory_format=torch.contiguous_format))
+        memory = self.tail.memory
+        if borrowed is not None and _one_storage(memory, borrowed):  # all of it, or what is left
+            self.tail = Tail(memory.clone(memory_format=torch.contiguous_format))
 
     def replace(self, head: torch.Tensor, tail: torch.Tensor) -> None:
         """Keep these tokens ``[B, H, any, D]`` in front and behind the packed ones instead."""
@@ -147,3 +148,7 @@ class UnpackedTokens:
         tail, dtype = state["tail"]
         self.__dict__.update(state)
         self.replace(state["head"].view(dtype), tail.view(dtype))
+
+
+def _one_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

@@ -147,8 +147,9 @@ class HostWords:
 
     def expect(self, n_words: int, raw_words: int, *, tokens: int) -> None:
         """Make memory ready while the device packs, in the arena's threads."""
-        wanted = max(n_words + n_words // GROWTH, MIN_PIECE_WORDS)
-        self._arena.expect(min(wanted, raw_words), raw_words, tokens)
+        wanted = min(max(n_words + n_words // GROWTH, MIN_PIECE_WORDS), raw_words)
+        # A history whose tokens were removed has kept its pieces, as the others have theirs.
+        self._arena.expect(max(0, wanted - self.nbytes // 4), raw_words, tokens)
 
     def append(
         self,
@@ -230,7 +231,7 @@ class HostWords:
         if not self._pieces or self._pieces[0].shape[0] < n:
             # Copies from and to the pieces must have ended.
             self.link.wait()
-            piece = self._take(n, n + n // GROWTH)
+            piece = self._take(n, n + n // GROWTH, replaces=True)
             self._copy_to(piece)
             self._pieces = [piece]
         return self._pieces[0][:n]
@@ -253,8 +254,13 @@ class HostWords:
             self._arena.allow(self._allowed, 0)
         self._pieces, self._ahead_words, self._allowed, self.n_words = [], 0, 0, 0
 
-    def _take(self, least: int, wanted: int, others: int = 0) -> torch.Tensor:
-        return self._arena.take(least, wanted, others=others, pending=self.link.pending)
+    def _take(
+        self, least: int, wanted: int, others: int = 0, *, replaces: bool = False
+    ) -> torch.Tensor:
+        streams = self.link.streams
+        # Not a method of the link, whose streams are the next one's while the arena has the piece.
+        pending = None if streams is None else streams.pending
+        return self._arena.take(least, wanted, others=others, replaces=replaces, pending=pending)
 
     def _copy_to(self, out: torch.Tensor) -> None:
         for target, source in self.transfers(out):
@@ -313,7 +319,13 @@ class DeviceWords:
             self._words, self._ahead_words = self._words.new_empty(0), n_words
 
     def expect(self, n_words: int, raw_words: int, *, tokens: int) -> None:
-        """Do nothing: memory of the device is taken at once."""
+        """Make the next tensor have room for a prompt, whose words may come in many pieces.
+
+        Else it would be made anew for nearly each of them.
+        """
+        # With metadata no more than the raw tokens take.
+        ahead = min(n_words // GROWTH, max(0, raw_words - n_words) // 2)
+        self._ahead_words = max(self._ahead_words, n_words + ahead)
 
     def append(
         self,

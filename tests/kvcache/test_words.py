@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bitslab.engine.memory import HostBuffer, host_arena
 from bitslab.engine.memory import arena as engine_arena
@@ -136,6 +140,145 @@ def test_histories_lie_in_few_pieces_where_free_memory_is_nearly_enough(
         assert len(pieces) <= 2 * blocks + arenas.PARTS
         words = history.fetch()[:n_words].view(blocks, -1)
         assert bool((words == torch.arange(blocks).view(-1, 1)).all())
+
+
+@pytest.mark.parametrize("n_words", [PIECE, 40 * PIECE], ids=["small", "large"])
+def test_histories_that_are_used_again_expect_only_what_they_lack(
+    buffers: Buffers, n_words: int
+) -> None:
+    """A cache that is reset for one slightly longer prompt after the other."""
+    arena = HostArena(pin=False, slab_bytes=4 * 50 * PIECE, histories=8)
+    found = [HostWords(arena, Link(torch.device("cpu"))) for _ in range(8)]
+    for request in range(12):
+        n = n_words + request * n_words // 50
+        for history in found:
+            history.truncate(0)
+            history.expect(n, 6 * n, tokens=1000 + request)
+            history.append(torch.zeros(n, dtype=torch.int32), tokens=1000 + request, most=6 * n)
+        wait_for_buffers(arena)
+        kept = sum(history.nbytes for history in found)
+        assert kept <= 4 * 8 * (1.3 * n + words.MIN_PIECE_WORDS)
+        assert arena.nbytes <= 1.3 * kept
+        assert host_arena().stats()["reserved_bytes"] <= 1.3 * kept
+    assert len(buffers.asked) + len(buffers.ahead) <= 20
+
+
+@dataclass(frozen=True)
+class Request:
+    """Words of each history for a prompt, and how it goes on."""
+
+    words: int
+    chunks: int
+    blocks: int  # of tokens behind it
+    block_words: int
+    ratio: float
+    histories: int
+    again: bool  # in the cache of the request before, whose tokens are removed
+    kept: int  # caches of requests before that are still alive
+    merged: bool  # whether rows are read by themselves at the end
+
+    @property
+    def most_pieces(self) -> float:
+        """Each takes an eighth more than there is, or all of a chunk, in up to PARTS of memory."""
+        total = self.words + self.blocks * self.block_words
+        steps = math.log(total / self.words) / math.log(1 + 1 / arenas.GROWTH)
+        return 2 * arenas.PARTS + 2 * min(self.chunks, 26) + 2 * steps
+
+
+REQUESTS = st.builds(
+    Request,
+    words=st.integers(300, 20_000),
+    chunks=st.sampled_from([1, 1, 4, 16]),
+    blocks=st.integers(0, 30),
+    block_words=st.integers(1, 300),
+    ratio=st.sampled_from([1.3, 1.5, 6.7]),
+    histories=st.integers(1, 6),
+    again=st.booleans(),
+    kept=st.integers(0, 2),
+    merged=st.booleans(),
+)
+
+
+def serve(histories: list[HostWords], request: Request) -> None:
+    """Fill histories with the words of a request, and look at their pieces."""
+    there = [len(history._pieces) for history in histories]
+    for history in histories:
+        history.truncate(0)
+    appended = 0
+    sizes = [max(1, request.words // request.chunks)] * request.chunks
+    for tokens, n in enumerate(sizes + [request.block_words] * request.blocks, 1):
+        appended += n
+        for i, history in enumerate(histories):
+            most = int(request.ratio * appended)
+            if tokens == 1:
+                history.expect(n, most, tokens=tokens)
+            new = torch.full((n,), i, dtype=torch.int32)
+            history.append(new, tokens=tokens, most=most)
+    for i, (history, before) in enumerate(zip(histories, there, strict=True)):
+        assert len(history._pieces) <= before + request.most_pieces
+        sources = [source for _, source in history.transfers(torch.empty(history.n_words))]
+        assert sum(map(len, sources)) == history.n_words
+        assert all(bool((source == i).all()) for source in sources)
+        if request.merged:
+            assert bool((history.merged()[: history.n_words] == i).all())
+
+
+@settings(max_examples=25)
+@given(st.lists(REQUESTS, min_size=2, max_size=8), st.sampled_from([1 << 12, 1 << 16]))
+def test_requests_of_any_sizes_lie_in_few_pieces_and_reserve_about_what_they_use(
+    requests: list[Request], slab_bytes: int
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_arena, "_arena", None)
+        patch.setattr(arenas, "MIN_PART_WORDS", 1 << 6)
+        patch.setattr(arenas, "MIN_AHEAD_BYTES", 1 << 12)
+        patch.setattr(words, "MIN_PIECE_WORDS", 1 << 9)
+        least = 4 * words.MIN_PIECE_WORDS
+        caches: list[tuple[HostArena, list[HostWords]]] = []
+        most_used = 0
+        for request in requests:
+            if not (request.again and caches):
+                del caches[: max(0, len(caches) - request.kept)]
+                made = HostArena(pin=False, slab_bytes=slab_bytes, histories=request.histories)
+                link = Link(torch.device("cpu"))
+                caches.append((made, [HostWords(made, link) for _ in range(request.histories)]))
+                del made
+            serve(caches[-1][1], request)
+            for arena, _ in caches:
+                wait_for_buffers(arena)
+            used = [sum(max(h.nbytes, least) for h in histories) for _, histories in caches]
+            most_used = max(most_used, sum(used))
+            few = 4 * arenas.MIN_AHEAD_BYTES
+            assert caches[-1][0].nbytes <= 1.5 * used[-1] + few
+            # Pieces that are merged are there twice, and buffers of one of them may be too small.
+            most = 4 if any(r.merged for r in requests) else 2.5
+            assert host_arena().stats()["reserved_bytes"] <= most * most_used + few
+            del arena
+        caches.clear()
+        host_arena().trim()
+
+
+@pytest.mark.parametrize("growth", [1.0, 1.05, 1.14])
+def test_requests_whose_pieces_are_merged_leave_no_buffers_that_are_too_small(
+    growth: float, buffers: Buffers
+) -> None:
+    """Each request a little longer than the one before, read by rows after each block."""
+    reserved = []
+    for request in range(12):
+        n = int(2 * PIECE * growth**request)
+        arena = HostArena(pin=False, slab_bytes=4 * PIECE, histories=3)
+        histories = [HostWords(arena, Link(torch.device("cpu"))) for _ in range(3)]
+        for tokens, new in enumerate([n] + [n // 30] * 5, 1):
+            for i, history in enumerate(histories):
+                appended = torch.full((new,), i, dtype=torch.int32)
+                history.append(appended, tokens=tokens, most=6 * (n + tokens * n // 30))
+                words_there = history.merged()[: history.n_words]
+                assert bool((words_there == i).all())
+        used = sum(history.nbytes for history in histories)
+        reserved.append(host_arena().stats()["reserved_bytes"] / used)
+        del arena, histories, history, words_there
+    assert max(reserved) <= 2.7
+    assert len(buffers.asked) + len(buffers.ahead) <= 5 * 12
 
 
 def test_larger_pieces_than_expected_are_made_at_once(buffers: Buffers) -> None:

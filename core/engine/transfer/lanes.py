@@ -276,6 +276,37 @@ class StreamLane:
         self.__init__(**state)  # type: ignore[misc]
 
 
+#: Lanes whose owners are gone, by device, priority and use.
+_unused: dict[tuple[torch.device, int, str], list[StreamLane]] = {}
+
+
+def lent_lane(owner: object, device: torch.device, use: str, *, priority: int = 0) -> StreamLane:
+    """Return a lane that goes to the next owner, of the same use, when this one is gone.
+
+    What torch's allocator has given to work on one stream it keeps for that stream. Owners that
+    come one after the other, each with a stream of its own, would leave their memory behind on as
+    many streams as torch has.
+
+    Parameters
+    ----------
+    owner : object
+        What holds the lane, alone but for what it holds itself.
+    device, priority
+        As of `StreamLane`. Lanes of a device that is no GPU are not passed on.
+    use : str
+        What the lane is for, so that it takes as much memory each time.
+    """
+    if device.type != "cuda":
+        return StreamLane(device, priority=priority)
+    unused = _unused.setdefault((device, priority, use), [])
+    try:
+        lane = unused.pop()
+    except IndexError:
+        lane = StreamLane(device, priority=priority)
+    weakref.finalize(owner, unused.append, lane).atexit = False
+    return lane
+
+
 class StreamTask:
     """A tensor that a stream makes."""
 
