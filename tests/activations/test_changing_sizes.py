@@ -13,6 +13,7 @@ import bitslab
 from bitslab.activations import limits
 from bitslab.activations import planned as planned_module
 from bitslab.engine.advisor.planning import Correction
+from bitslab.engine.codecs import get_codec
 from bitslab.engine.memory import Arena, HostBuffer
 from bitslab.engine.memory import arena as arenas
 
@@ -77,6 +78,32 @@ def test_a_size_that_is_learnt_is_a_share_of_the_tensor() -> None:
         assert site.tensors == len(sizes)
         moved += sum(sizes) * ROW_BYTES
     assert offload.stats()["moved_out_bytes"] == moved
+    offload.detach()
+
+
+def test_codecs_are_fitted_once_for_all_sizes(
+    monkeypatch: pytest.MonkeyPatch, quick_measuring: None
+) -> None:
+    fitted: list[int] = []
+    codec: Any = get_codec("ibp-blob")
+    fit = codec.fit
+
+    def recorded(flat: torch.Tensor, **options: Any) -> Any:
+        fitted.append(flat.nbytes)
+        return fit(flat, **options)
+
+    monkeypatch.setattr(codec, "fit", recorded)
+    model = layers()
+    offload = bitslab.offload_activations(
+        model, policy="auto", codecs="ibp-blob", min_bytes=1, profile_every=2
+    )
+    train(model, [256] * 4)
+    first = len(fitted)
+    assert first
+    train(model, [512, 512, 256, 256] * 3)
+    assert len(fitted) == first
+    decided = [row for row in offload.report().decisions if row["site"] == "0:0"]
+    assert {row["nbytes"] for row in decided} == {256 * ROW_BYTES, 512 * ROW_BYTES}
     offload.detach()
 
 

@@ -302,7 +302,6 @@ class Arena:
         self._deferred: deque[tuple[list[Event], _Taken]] = deque()
         self._dedicated: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
         self._threads: ThreadPoolExecutor | None = None
-        #: Bytes of ranges that are taken, and the most of them at a time.
         self._taken_bytes = self._most_taken_bytes = 0
 
     def reserve(
@@ -399,7 +398,7 @@ class Arena:
                 page_locking.registrar.synchronize()
         with self._lock:
             self._collect()
-            idle = [slab for slab in self._slabs if slab.free.wholly_free]
+            idle = {slab for slab in self._slabs if slab.free.wholly_free}
             self._slabs = [slab for slab in self._slabs if slab not in idle]
         for slab in idle:
             slab.buffer.close()
@@ -456,17 +455,13 @@ class Arena:
         return Reservation(_Left(slab, 0, nbytes), nbytes, self._returned)
 
     def _return_surplus(self, nbytes: int) -> None:
-        """Return free buffers to the system where there would be too many with a new one.
-
-        All but as much as was in use at a time, the oldest first, so that the GPUs are waited for
-        once for many.
-        """
+        """Return the oldest free buffers to the system where a new one would make too many."""
         with self._lock:
             most = max(self._most_taken_bytes, self._taken_bytes + nbytes)
             surplus = sum(slab.nbytes for slab in self._slabs) + nbytes - most
             if surplus <= (MOST_RESERVED - 1) * most:
                 return
-            idle = set()
+            idle = set()  # many at once, since the GPUs are waited for
             for slab in self._slabs:
                 if slab.free.wholly_free and slab.nbytes <= surplus:
                     idle.add(slab)
@@ -476,13 +471,11 @@ class Arena:
             slab.buffer.close()
 
     def _take(self, slab: _Slab, begin: int, end: int) -> None:
-        """Take a range of a slab; with the lock held."""
         slab.free.take(begin, end)
         self._taken_bytes += end - begin
         self._most_taken_bytes = max(self._most_taken_bytes, self._taken_bytes)
 
-    def _give_back(self, gone: _Taken) -> None:
-        """Free a range that is taken; with the lock held."""
+    def _free(self, gone: _Taken) -> None:
         gone.slab.free.give_back(gone.begin, gone.end)
         self._taken_bytes -= gone.end - gone.begin
 
@@ -521,7 +514,7 @@ class Arena:
             if gone.begin == gone.end:
                 continue  # a reservation that was used up
             if gone.pending is None:
-                self._give_back(gone)
+                self._free(gone)
             elif wait:
                 returned.append(gone)
             else:
@@ -536,7 +529,7 @@ class Arena:
             events, gone = deferred[0]
             if all(map(_passed, events)):
                 deferred.popleft()
-                self._give_back(gone)
+                self._free(gone)
             elif most is not None:
                 return
             else:
