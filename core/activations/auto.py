@@ -214,9 +214,10 @@ class AutoPolicy:
         return not record.sparse or not set(record.ratio) - {self._codecs.lossy}
 
     def _refit_drifted(self, records: Iterable[SiteRecord], sites: dict[str, Site]) -> None:
+        """Fit codecs anew where values have changed, which those of another batch size have not."""
         for record in records:
             since = self._fitted.get(record.site)
-            if since is None or record.drifted(since):
+            if since is None or replace(record, nbytes=since.nbytes).drifted(since):
                 self._fitted[record.site] = record
                 # Codecs that were not fitted then are new.
                 if since is not None and record.ratio.keys() <= since.ratio.keys():

@@ -269,7 +269,7 @@ class Executor:
         unsure_bytes = self._staging.unsure_bytes + copy.nbytes
         if self.on_gpu and (self.is_planned or unsure_bytes > self.in_flight_bytes // 2):
             return bound
-        return self.traffic.sizes.room(copy.name, codec.name, bound)
+        return self.traffic.sizes.room(copy.name, codec.name, copy.nbytes, bound)
 
     def _store_raw(
         self,
@@ -323,7 +323,7 @@ class Executor:
                 done = staged.fill(swap.encode, flat, data, sm_budget, after=begin)
             else:
                 done = staged.fill(encode, swap, flat, data, sm_budget, timing, after=begin)
-            expected_bytes = self.traffic.sizes.expected(copy.name, codec.name)
+            expected_bytes = self.traffic.sizes.expected(copy.name, codec.name, copy.nbytes)
             copy.stored = staged.send(host, expected_bytes)
         copy.encoded_by(codec, swap)
         blob = self._sent(copy, host, swap.max_bytes)
@@ -464,8 +464,9 @@ class Executor:
             else:
                 expected_bytes = None
                 if not known:
-                    assert copy.codec is not None
-                    expected_bytes = self.traffic.sizes.expected(copy.name, copy.codec.name)
+                    assert (codec := copy.codec) is not None
+                    sizes = self.traffic.sizes
+                    expected_bytes = sizes.expected(copy.name, codec.name, copy.nbytes)
                 arrived = bring(self._in, fetched, host, stored, expected_bytes, begin)
                 if not isinstance(arrived, Future):
                     copy.events[:] = (arrived,)

@@ -8,10 +8,9 @@ from ..engine.codecs.blob import BlobCodec, FlatCodec
 from ..engine.memory import HostPiece, Reservation, host_arena
 from ..engine.transfer import Event
 from ..errors import BitslabError
+from .limits import bytes_to_reserve
 from .tiers import HostLimit
 
-#: Host memory is reserved in pieces of this many bytes or more: page-locking costs by the call.
-RESERVED_BYTES = 64 << 20
 #: After so many pieces of a GPU up to twice as many that went back are freed: a reservation may be
 #: thousands of them, each with an event, and one that is used again costs a tenth of a new one.
 CUTS_A_COLLECTION = 64
@@ -30,35 +29,38 @@ MOST_SWAPS = 4096
 #: Room for a blob over the largest of late, for what differs from step to step.
 MARGIN = 1.125
 SPARE_BYTES = 4096
-#: Of how much a blob is smaller than that, this share is forgotten.
+#: Of how much less a blob needs than that, this share is forgotten.
 FORGET = 1 / 8
 
 
 class LearntSizes:
-    """How much room blobs need: what those of their sites needed of late, and a margin."""
+    """How much room blobs need: what those of their sites needed of late, and a margin.
+
+    What is learnt is a share of the bytes before packing: batches and sequences change their size.
+    """
 
     def __init__(self) -> None:
         self._most: dict[tuple[str, str], float] = {}
 
-    def room(self, site: str, codec_name: str, bound: int) -> int:
-        """Return the bytes to reserve for the next blob of a site; `bound` where nothing is known.
+    def room(self, site: str, codec_name: str, nbytes: int, bound: int) -> int:
+        """Return the bytes to reserve for the blob of a tensor of `nbytes`.
 
-        A blob may need more, up to `bound`.
+        `bound` where nothing is known of its site. A blob may need more, up to `bound`.
         """
-        most = self._most.get((site, codec_name))
-        return bound if most is None else min(bound, int(most * MARGIN) + SPARE_BYTES)
+        share = self._most.get((site, codec_name))
+        return bound if share is None else min(bound, int(share * nbytes * MARGIN) + SPARE_BYTES)
 
-    def expected(self, site: str, codec_name: str) -> int:
-        """Return what the next blob of a site is likely to need; 0 where nothing is known.
+    def expected(self, site: str, codec_name: str, nbytes: int) -> int:
+        """Return what the blob of a tensor of `nbytes` is likely to need; 0 where nothing is known.
 
         It may need more.
         """
-        return int(self._most.get((site, codec_name), 0.0))
+        return int(self._most.get((site, codec_name), 0.0) * nbytes)
 
-    def add(self, site: str, codec_name: str, nbytes: int) -> None:
-        """Take note of what a blob needed."""
-        most = self._most.get((site, codec_name), 0.0)
-        self._most[site, codec_name] = max(nbytes, most - (most - nbytes) * FORGET)
+    def add(self, site: str, codec_name: str, nbytes: int, needed_bytes: int) -> None:
+        """Take note of what the blob of a tensor of `nbytes` needed."""
+        share, most = needed_bytes / nbytes, self._most.get((site, codec_name), 0.0)
+        self._most[site, codec_name] = max(share, most - (most - share) * FORGET)
 
 
 class Swaps:
@@ -139,7 +141,7 @@ class HostRoom:
     def _reserve(self, nbytes: int) -> Reservation:
         self._reservation = None
         try:
-            made = host_arena().reserve(nbytes, max(nbytes, RESERVED_BYTES))
+            made = host_arena().reserve(nbytes, bytes_to_reserve(nbytes))
         except BitslabError:
             try:
                 made = host_arena().reserve(nbytes)

@@ -13,6 +13,10 @@ IN_FLIGHT_SHARE = 1 / 32
 #: Encoded copies that may wait for the link whatever their size, and originals that may wait until
 #: they are encoded: one is encoded while another one crosses.
 STAGED_COPIES = 2
+#: Host memory is reserved in pieces of this many bytes or more: page-locking costs by the call.
+RESERVED_BYTES = 64 << 20
+#: A larger tensor's are rounded up to so many sizes from one power of two to the next.
+SIZES_IN_AN_OCTAVE = 8
 
 
 def usual_in_flight_bytes(device: torch.device) -> int:
@@ -25,6 +29,18 @@ def usual_in_flight_bytes(device: torch.device) -> int:
         return IN_FLIGHT_BYTES
     total_bytes = torch.cuda.get_device_properties(device).total_memory
     return max(IN_FLIGHT_BYTES, int(total_bytes * IN_FLIGHT_SHARE))
+
+
+def bytes_to_reserve(nbytes: int) -> int:
+    """Return the host memory to reserve where `nbytes` of it are needed.
+
+    Large tensors that grow a little from step to step, as batches of longer sequences do, would
+    each need a buffer of their own.
+    """
+    if nbytes <= RESERVED_BYTES:
+        return RESERVED_BYTES
+    step = (1 << (nbytes - 1).bit_length()) // (2 * SIZES_IN_AN_OCTAVE)
+    return -(-nbytes // step) * step
 
 
 def limits_of(in_flight_bytes: int | None, depth: int, device: torch.device) -> SwapLimits:

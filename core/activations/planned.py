@@ -9,6 +9,7 @@ again from time to time.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -313,6 +314,10 @@ class PlannedPolicy:
         if earlier is None:  # once more
             return False
         self._earlier = None
+        # Smaller steps follow the plan of a larger one.
+        earlier, recorder = sorted((earlier, recorder), key=lambda r: sum(r.saved_bytes.values()))
+        if not self._is_larger(recorder):
+            return False
         modules = () if self._modules is None else tuple(self._modules.modules)
         recorded = recorder.recorded(
             self._times(recorder.device), self._link(recorder), modules, earlier
@@ -325,6 +330,14 @@ class PlannedPolicy:
         self._plain_s = profile.step_s
         self._plan(replace(profile, **self._allowed_tiers(profile)))
         return True
+
+    def _is_larger(self, recorder: StepRecorder) -> bool:
+        """Return whether a step saves anything that is not in the planned one, or is larger."""
+        if self._recorded is None:
+            return True
+        known = {each.site: each.nbytes for each in self._recorded.profile.sites}
+        known |= dict.fromkeys(self._recorded.unread, sys.maxsize)
+        return any(n > known.get(name, 0) for name, n in recorder.saved_bytes.items())
 
     def _plain_factor(self, profile: StepProfile) -> float:
         """Return by how much longer a plain pass was than a profile's."""

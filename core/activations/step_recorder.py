@@ -365,6 +365,11 @@ class StepRecorder:
 
     # What it showed
 
+    @property
+    def saved_bytes(self) -> dict[str, int]:
+        """Bytes by site, without those that save a view of what another one has saved."""
+        return {name: each.nbytes for name, each in self._saved.items()}
+
     def recorded(
         self,
         times: PackingTimes,
@@ -383,12 +388,12 @@ class StepRecorder:
         candidates : sequence of str
             Modules that may be checkpointed.
         earlier : StepRecorder, optional
-            Of a step before; where it had the same events, the times of the shorter one count,
-            since what else runs on a machine only makes them longer.
+            Of a step before; where it saved as much in the same events, the times of the shorter
+            one count, since what else runs on a machine only makes them longer.
         """
         assert self._end is not None and self._forward_end is not None
         gaps = self.gaps_s()
-        if earlier is not None and earlier.is_used:
+        if earlier is not None and earlier.is_used and earlier.saved_bytes == self.saved_bytes:
             before = earlier.gaps_s()
             if len(before) == len(gaps):
                 gaps = min(gaps, before, key=sum)

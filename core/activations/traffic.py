@@ -224,7 +224,7 @@ class Traffic:
         else:
             needed = blob.used_bytes = min(max(needed, HEADER_BYTES), host.nbytes)
             self.crossed_out_bytes += needed
-        self.sizes.add(blob.site, blob.codec_name, needed)
+        self.sizes.add(blob.site, blob.codec_name, blob.nbytes, needed)
         for _ in range(blob.reads):
             self._came_back(blob.site, blob.nbytes, needed)
         blob.reads = 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Iterable
 
 import torch
 
@@ -24,6 +26,15 @@ from .rows import Array, HostRows, raise_damaged
 CPU = torch.device("cpu")
 #: Tables up to this size: all pages are mapped at the first gather, which takes about a second.
 POPULATED_BYTES = 4 << 30
+
+
+def _words(counted: Iterable[tuple[int, Counters]]) -> int:
+    """Return the words that were read from the first memory on; waits for the GPUs."""
+    return sum(
+        int(counts[1, first:].sum())
+        for first, counters in counted
+        for counts in counters.read().values()
+    )
 
 
 class Gathers:
@@ -60,8 +71,7 @@ class Gathers:
         self.gpus: set[torch.device] = set()
         #: Rows and words that gathers with no cache have read.
         self.counters = Counters()
-        # Counters outlive their caches: a deleted cache has read rows of the table too.
-        self._cache_counters: set[Counters] = set()
+        self._cache_counters: dict[weakref.ref[Cache], Counters] = {}
 
     def after_fork(self, lock: ReadersAndWriter) -> None:
         """Reset copies on GPUs and counts in a forked child, and use its own lock."""
@@ -92,18 +102,25 @@ class Gathers:
         """Return the counters of gathers through a cache, or of gathers with no cache."""
         if cache is None:
             return self.counters
-        self._cache_counters.add(cache.counters)
-        return cache.counters
+        counters, ref = cache.counters, weakref.ref(cache)
+        if self._cache_counters.get(ref) is not counters:
+            with self._totals_lock:
+                self._count_deleted()
+                self._cache_counters[ref] = counters
+        return counters
+
+    def _count_deleted(self) -> None:
+        """Count what was read through caches that are deleted, for which it waits for the GPUs."""
+        gone = [ref for ref in self._cache_counters if ref() is None]
+        words = _words((HOST, self._cache_counters.pop(ref)) for ref in gone)
+        self._totals["copied_words"] += words
 
     def read_words(self) -> int:
         """Return the words of the table that were read by gathers; waits for the GPUs."""
-        counted = [(0, self.counters), *((HOST, c) for c in self._cache_counters)]
-        words = sum(
-            int(counts[1, first:].sum())
-            for first, counters in counted
-            for counts in counters.read().values()
-        )
-        return words + self._totals["copied_words"]
+        with self._totals_lock:
+            of_caches = list(self._cache_counters.values())
+            words = self._totals["copied_words"]
+        return words + _words([(0, self.counters), *((HOST, c) for c in of_caches)])
 
     # On the CPU
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import bitslab
 from bitslab import ArgumentError, ArgumentTypeError, CorruptedDataError
-from bitslab.activations import crossing, executor, host_room
+from bitslab.activations import crossing, executor, host_room, limits
 from bitslab.engine.codecs import ZvcCodec
 from bitslab.engine.kernels.cpu.blob_copy import copy_blob
 from bitslab.engine.memory import host_arena
@@ -153,7 +153,7 @@ def test_host_memory_that_runs_out(monkeypatch: pytest.MonkeyPatch, left: int) -
     plain = gradients(model, 2)
     arena = NoMemory(left)
     monkeypatch.setattr(host_room, "host_arena", lambda: arena)
-    monkeypatch.setattr(host_room, "RESERVED_BYTES", 16 << 10)  # two copies of 8 KiB
+    monkeypatch.setattr(limits, "RESERVED_BYTES", 16 << 10)  # two copies of 8 KiB
     offload = attach(model)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import threading
+import weakref
 from typing import Any
 
 import numpy as np
@@ -224,6 +225,21 @@ def test_bytes_of_each_slab_go_to_its_own_device(monkeypatch):
     cache.gather(torch.arange(30))
     stats = cache.stats()
     assert (stats["local_bytes"], stats["peer_bytes"], stats["host_bytes"]) == (640, 640, 640)
+
+
+def test_counts_of_caches_that_are_gone_take_no_memory():
+    table = make(mixed(200, 40), next(iter(KINDS)))
+    counters, moved_bytes = [], []
+    ids = torch.arange(200)
+    for _ in range(20):
+        cache = SlabCache(table, 4000, ["cpu"])
+        cache.fill(ids)
+        cache.gather(ids)
+        counters.append(weakref.ref(cache.counters))
+        moved_bytes.append(table.stats()["moved_bytes"])
+        del cache
+    assert sum(ref() is not None for ref in counters) <= 2
+    assert moved_bytes == [moved_bytes[0] * n for n in range(1, 21)] and moved_bytes[0]
 
 
 def test_bad_ids_are_reported_and_not_counted():

@@ -17,6 +17,7 @@ from ...engine.memory.locks import call_after_fork
 from ...engine.transfer import Mark, ThreadLane, ThreadTask
 from ...engine.transfer.lanes import CLOSE_SECONDS
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
+from ..limits import bytes_to_reserve
 from .budget import DAY_S, WriteBudget
 from .endurance import Drive, lifespan_days
 from .folders import Folders, checked_folders, warn_of_kind
@@ -34,8 +35,6 @@ QUEUE_BYTES = 1 << 30
 WEAR_BYTES = 100e9
 #: Less than this is warned of.
 SHORT_LIFE_DAYS = 365.0
-#: Host memory is reserved in pieces of this many bytes or more: page-locking costs by the call.
-RESERVED_BYTES = 64 << 20
 TERA = 1e12
 
 #: Why bytes were not taken: the disk is behind, full, failed, or has its bytes of the day.
@@ -228,7 +227,7 @@ class DiskTier:
             if self._reservation is None or self._reservation.nbytes < nbytes:
                 self._reservation = None
                 try:
-                    self._reservation = host_arena().reserve(nbytes, max(nbytes, RESERVED_BYTES))
+                    self._reservation = host_arena().reserve(nbytes, bytes_to_reserve(nbytes))
                 except BitslabError:  # it may have what is needed
                     self._reservation = host_arena().reserve(nbytes)
             return self._reservation.cut(nbytes, pending)

@@ -8,15 +8,25 @@ from typing import Any
 from ...errors import ArgumentError
 from .swapping import Decision, SiteRecord
 
+#: Epochs that are kept at most; a training of a week may have tens of thousands of profiles.
+MOST_EPOCHS = 256
+
 
 class DecisionHistory:
     """Decisions of a training run, by epoch and site.
 
-    One thread may add while others read.
+    Of more than `MOST_EPOCHS` every second one is forgotten, again and again, so that the early
+    ones lie further apart. One thread may add while others read.
     """
 
     def __init__(self) -> None:
-        self._rows: list[dict[str, Any]] = []
+        self._rows_of: dict[int, list[dict[str, Any]]] = {}
+        #: By site, action and codec.
+        self._last: dict[str, tuple[str, str | None]] = {}
+
+    @property
+    def _rows(self) -> list[dict[str, Any]]:
+        return [row for rows in list(self._rows_of.values()) for row in rows]
 
     def add(self, epoch: int, records: Iterable[SiteRecord], decisions: Iterable[Decision]) -> None:
         """Keep what was decided at a profile, and what it was decided from.
@@ -36,8 +46,8 @@ class DecisionHistory:
         sites, chosen = list(records), list(decisions)
         if [record.site for record in sites] != [decision.site for decision in chosen]:
             raise ArgumentError("decisions: of other sites than the records")
-        last = {row["site"]: (row["action"], row["codec"]) for row in self._rows}
-        self._rows += [
+        last = self._last
+        made = [
             {
                 "epoch": epoch,
                 **decision.to_dict(),
@@ -53,9 +63,14 @@ class DecisionHistory:
             }
             for record, decision in zip(sites, chosen, strict=True)
         ]
+        self._last = last | {each.site: (each.action, each.codec) for each in chosen}
+        kept = self._rows_of
+        if epoch not in kept and len(kept) >= MOST_EPOCHS:
+            kept = {each: kept[each] for each in list(kept)[::2]}
+        self._rows_of = kept | {epoch: kept.get(epoch, []) + made}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each site and epoch, in the order in which they were added.
+        """Return a row for each site and epoch that is kept, in the order of the epochs.
 
         Its keys are those of `Decision`, with ``epoch``, ``nbytes``, ``dtype``, ``operation``,
         ``hidden_forward_s``, ``hidden_backward_s``, ``sparsity``, ``ratio``, and ``changed``:

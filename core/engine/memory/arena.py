@@ -27,6 +27,8 @@ ALIGN_BYTES = 256
 THREAD_NAME = "bitslab-arena"
 #: One buffer's pages are page-locked while those of the next are taken.
 THREADS = 2
+#: Buffers take so many times what was in use at one time, at most, where some are wholly free.
+MOST_RESERVED = 2
 
 
 class Event(Protocol):
@@ -279,8 +281,9 @@ class Arena:
     to cut pieces from; a new buffer is exactly as large as what was asked for.
 
     Memory is reused for the next taker. Buffers that are wholly free are returned to the system by
-    `trim`, and when memory for a new buffer is lacking. Unlocking pages waits for all GPUs, so that
-    nothing is returned while there is room.
+    `trim`, when memory for a new buffer is lacking, and when with a new one all would take more
+    than `MOST_RESERVED` times what was ever in use at a time, as where each taker wants more in one
+    piece than the last. Unlocking pages waits for all GPUs, so that nothing is returned before.
 
     What does not come from here: tables and unified tensors own each a `HostBuffer`, that processes
     share by its file or map from one, and such memory goes back to the system with its owner; and
@@ -299,6 +302,7 @@ class Arena:
         self._deferred: deque[tuple[list[Event], _Taken]] = deque()
         self._dedicated: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
         self._threads: ThreadPoolExecutor | None = None
+        self._taken_bytes = self._most_taken_bytes = 0
 
     def reserve(
         self, least: int, wanted: int | None = None, *, pin: Pin = True, private: bool = True
@@ -394,7 +398,7 @@ class Arena:
                 page_locking.registrar.synchronize()
         with self._lock:
             self._collect()
-            idle = [slab for slab in self._slabs if slab.free.wholly_free]
+            idle = {slab for slab in self._slabs if slab.free.wholly_free}
             self._slabs = [slab for slab in self._slabs if slab not in idle]
         for slab in idle:
             slab.buffer.close()
@@ -477,15 +481,41 @@ class Arena:
             size, slab, begin = min(enough, key=by_size) if enough else max(ranges, key=by_size)
             nbytes = min(size, wanted)
             end = begin + min(size, _aligned(nbytes))
-            slab.free.take(begin, end)
+            self._take(slab, begin, end)
         return Reservation(_Left(slab, begin, end), nbytes, self._returned)
 
     def _reserve_new(self, nbytes: int, kind: Kind) -> Reservation:
+        self._return_surplus(nbytes)
         slab = _Slab(self._allocate(nbytes, kind), kind, FreeRanges(nbytes))
-        slab.free.take(0, nbytes)
         with self._lock:
             self._slabs.append(slab)
+            self._take(slab, 0, nbytes)
         return Reservation(_Left(slab, 0, nbytes), nbytes, self._returned)
+
+    def _return_surplus(self, nbytes: int) -> None:
+        """Return the oldest free buffers to the system where a new one would make too many."""
+        with self._lock:
+            most = max(self._most_taken_bytes, self._taken_bytes + nbytes)
+            surplus = sum(slab.nbytes for slab in self._slabs) + nbytes - most
+            if surplus <= (MOST_RESERVED - 1) * most:
+                return
+            idle = set()  # many at once, since the GPUs are waited for
+            for slab in self._slabs:
+                if slab.free.wholly_free and slab.nbytes <= surplus:
+                    idle.add(slab)
+                    surplus -= slab.nbytes
+            self._slabs = [slab for slab in self._slabs if slab not in idle]
+        for slab in idle:
+            slab.buffer.close()
+
+    def _take(self, slab: _Slab, begin: int, end: int) -> None:
+        slab.free.take(begin, end)
+        self._taken_bytes += end - begin
+        self._most_taken_bytes = max(self._most_taken_bytes, self._taken_bytes)
+
+    def _free(self, gone: _Taken) -> None:
+        gone.slab.free.give_back(gone.begin, gone.end)
+        self._taken_bytes -= gone.end - gone.begin
 
     def _reserve_new_on(self, nbytes: int, kind: Kind, device: int | None) -> Reservation:
         """Return the memory of a new buffer, from a thread.
@@ -522,7 +552,7 @@ class Arena:
             if gone.begin == gone.end:
                 continue  # a reservation that was used up
             if gone.pending is None:
-                gone.slab.free.give_back(gone.begin, gone.end)
+                self._free(gone)
             elif wait:
                 returned.append(gone)
             else:
@@ -537,7 +567,7 @@ class Arena:
             events, gone = deferred[0]
             if all(map(_passed, events)):
                 deferred.popleft()
-                gone.slab.free.give_back(gone.begin, gone.end)
+                self._free(gone)
             elif most is not None:
                 return
             else:

@@ -26,6 +26,7 @@ from bitslab.engine.advisor import (
     packed_bytes,
     swap_cost,
 )
+from bitslab.engine.advisor.decision_history import MOST_EPOCHS
 
 MB = 1_000_000
 
@@ -323,3 +324,16 @@ def test_agreement_with_measured_times() -> None:
     decisions = decide([record(name, 100) for name in "abc"], MODEL, LINK)
     assert agreement(decisions, {"a": (2.0, 1.0), "b": (1.0, 2.0)}) == 0.5
     assert agreement(decisions, {}) == 1.0
+
+
+def test_a_long_history_is_thinned_out() -> None:
+    history, n = DecisionHistory(), 20 * MOST_EPOCHS
+    sites = [record("a", 100), record("b", 100)]
+    made = decide(sites, MODEL, LINK)
+    for epoch in range(n):
+        history.add(epoch, sites[:1], made[:1])  # of one device, and of another one
+        history.add(epoch, sites[1:], made[1:])
+        assert len(history.packed_sites()) <= MOST_EPOCHS
+    kept = list(history.packed_sites())
+    assert kept[0] == 0 and kept[-1] == n - 1 and kept == sorted(kept)
+    assert len(kept) >= MOST_EPOCHS // 2 and len(history.rows()) == 2 * len(kept)

@@ -363,6 +363,25 @@ def test_free_buffers_go_when_memory_is_lacking(monkeypatch: pytest.MonkeyPatch)
         take(pool, 9000, **OTHER)
 
 
+def test_free_buffers_that_are_too_small_for_every_taker_go() -> None:
+    pool, n = Arena(), 50
+    kept = take(pool, 256, **PLAIN)
+    kept.fill_(5)
+    reserved = []
+    for i in range(n):  # each wants a little more than the one before has left
+        pieces = [take(pool, 4096 + 256 * i, **PLAIN) for _ in range(3)]
+        assert pool.stats()["used_bytes"] == 256 + 3 * pieces[0].nbytes
+        reserved.append(pool.stats()["reserved_bytes"] / pool.stats()["used_bytes"])
+        del pieces
+    assert 1.5 < max(reserved) <= arena.MOST_RESERVED
+    assert bool((kept == 5).all())
+    # As much as was in use at a time remains.
+    buffers = pool.stats()["buffers"]
+    pieces = [take(pool, 4096 + 256 * (n - 1), **PLAIN) for _ in range(3)]
+    assert pool.stats()["buffers"] == buffers
+    del pieces
+
+
 def test_a_buffer_of_its_own_has_exactly_its_size() -> None:
     pool = Arena()
     free = take(pool, 8192, **PLAIN)
