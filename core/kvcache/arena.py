@@ -140,7 +140,6 @@ class HostArena:
         wanted: int,
         *,
         others: int = 0,
-        replaces: bool = False,
         pending: Pending | None = None,
     ) -> torch.Tensor:
         """Return a piece of memory.
@@ -153,9 +152,6 @@ class HostArena:
             Words that are needed, and words that would be good to have.
         others : int
             Pieces of this size that are expected to be taken next.
-        replaces : bool
-            Whether it takes the place of smaller pieces, which go back then: where a buffer is
-            made, free ones that are too small for such a piece are returned to the system.
         pending : callable, optional
             Returns events behind the work of GPUs that may still use the piece when it is gone.
 
@@ -177,8 +173,6 @@ class HostArena:
             least_bytes = max(4 * least, 4 * wanted // PARTS)
             rest = self._made_ahead(least_bytes)
             if rest is None:
-                if replaces:
-                    arena.make_room(4 * least, pin=self._pin_kind, private=self._pin)
                 rest = self._reserve(4 * least, 4 * wanted, others * size_bytes)
             self._rest = rest
         nbytes = min(rest.nbytes, 4 * wanted)

@@ -231,7 +231,7 @@ class HostWords:
         if not self._pieces or self._pieces[0].shape[0] < n:
             # Copies from and to the pieces must have ended.
             self.link.wait()
-            piece = self._take(n, n + n // GROWTH, replaces=True)
+            piece = self._take(n, n + n // GROWTH)
             self._copy_to(piece)
             self._pieces = [piece]
         return self._pieces[0][:n]
@@ -254,13 +254,11 @@ class HostWords:
             self._arena.allow(self._allowed, 0)
         self._pieces, self._ahead_words, self._allowed, self.n_words = [], 0, 0, 0
 
-    def _take(
-        self, least: int, wanted: int, others: int = 0, *, replaces: bool = False
-    ) -> torch.Tensor:
+    def _take(self, least: int, wanted: int, others: int = 0) -> torch.Tensor:
         streams = self.link.streams
         # Not a method of the link, whose streams are the next one's while the arena has the piece.
         pending = None if streams is None else streams.pending
-        return self._arena.take(least, wanted, others=others, replaces=replaces, pending=pending)
+        return self._arena.take(least, wanted, others=others, pending=pending)
 
     def _copy_to(self, out: torch.Tensor) -> None:
         for target, source in self.transfers(out):

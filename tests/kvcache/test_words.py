@@ -277,7 +277,7 @@ def test_requests_whose_pieces_are_merged_leave_no_buffers_that_are_too_small(
         used = sum(history.nbytes for history in histories)
         reserved.append(host_arena().stats()["reserved_bytes"] / used)
         del arena, histories, history, words_there
-    assert max(reserved) <= 2.7
+    assert max(reserved) <= 3.0
     assert len(buffers.asked) + len(buffers.ahead) <= 5 * 12
 
 

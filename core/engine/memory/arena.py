@@ -404,44 +404,6 @@ class Arena:
             slab.buffer.close()
         return sum(slab.nbytes for slab in idle)
 
-    def make_room(self, nbytes: int, *, pin: Pin = True, private: bool = True) -> int:
-        """Return free buffers that are too small for a range to the system, up to its size.
-
-        For takers of one range after the other, each larger than the one before: buffers that were
-        made for them are free and of no use, and would be ever more. Nothing is done where a range
-        is free. Else this waits for GPUs as `trim` does.
-
-        Parameters
-        ----------
-        nbytes : int
-            Bytes of the range.
-        pin, private
-            As for `reserve`.
-
-        Returns
-        -------
-        int
-            Bytes of the buffers.
-        """
-        kind = Kind(pin, private)
-        if torch.cuda.is_initialized() and page_locking.registrar.capturing():  # type: ignore[no-untyped-call]
-            return 0
-        with self._lock:
-            self._collect()
-            slabs = [slab for slab in self._slabs if slab.kind == kind]
-            if any(end - begin >= nbytes for slab in slabs for begin, end in slab.free):
-                return 0
-            idle: list[_Slab] = []
-            left = nbytes
-            for slab in sorted(slabs, key=operator.attrgetter("nbytes"), reverse=True):
-                if slab.free.wholly_free and slab.nbytes <= left:
-                    idle.append(slab)
-                    left -= slab.nbytes
-            self._slabs = [slab for slab in self._slabs if slab not in idle]
-        for slab in idle:
-            slab.buffer.close()
-        return nbytes - left
-
     def stats(self) -> dict[str, int]:
         """Return what the arena holds.
 

@@ -546,19 +546,3 @@ def test_trim_waits_for_gpus_that_still_read(monkeypatch: pytest.MonkeyPatch) ->
         patched.setattr(torch.cuda, "is_initialized", lambda: True)
         patched.setattr(page_locking, "registrar", Registrar())
         assert pool.trim() == 4096
-
-
-def test_room_for_a_range_takes_the_place_of_free_buffers_that_are_too_small() -> None:
-    pool = Arena()
-    sizes = [4096, 8192, 8192, 16384]
-    there = [pool.reserve(size, **PLAIN) for size in sizes]
-    kept = there[1].cut(4096)
-    other = pool.reserve(4096, **OTHER)
-    del there[:], other
-    assert pool.stats()["buffers"] == 5
-    assert pool.make_room(16384, **PLAIN) == 0  # there is a range
-    assert pool.make_room(20000, **PLAIN) == 16384  # no more than what is made instead
-    assert pool.stats()["buffers"] == 4
-    assert pool.make_room(20000, **PLAIN) == 4096 + 8192  # not what is in use, nor another kind
-    assert pool.stats() == {"reserved_bytes": 8192 + 4096, "used_bytes": 4096, "buffers": 2}
-    assert pool.make_room(20000, **PLAIN) == 0 and kept.shape == (4096,)
