@@ -196,14 +196,14 @@ def _take_turn(
     ids = torch.randint(32_000, (case.batch, case.tokens), generator=generator).to(device)
     _free(device)
     try:
-        if large:  # so that histories that grow from chunk to chunk are not copied to larger memory
-            how = {**how, "reserve_tokens": case.tokens + LARGE_NEW_TOKENS}
-        cache = WAYS[way](model.config, device, **(how if way.startswith("KVComp") else {}))
         blocks = device.type == "cuda" and way.startswith(("Compressed", "KVComp"))
         warm = BALANCE_TOKENS if blocks and way.endswith("auto") else WARM_TOKENS
         n = warm + BLOCK_TOKENS if blocks else NEW_TOKENS
         if large:
             n = warm + LARGE_NEW_TOKENS
+            # So that histories that grow from chunk to chunk are not copied to larger memory.
+            how = {**how, "reserve_tokens": case.tokens + n}
+        cache = WAYS[way](model.config, device, **(how if way.startswith("KVComp") else {}))
         chunk_tokens = LARGE_CHUNK_TOKENS if large else case.tokens
         request = _request(model, cache, ids, chunk_tokens, n, warm)
     except (ImportError, RuntimeError, TypeError, ValueError) as error:

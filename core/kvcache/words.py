@@ -304,6 +304,8 @@ class DeviceWords:
         self.on_host = on_host
         self._words = torch.empty(0, dtype=torch.int32, device=link.device)
         self._ahead_words = 0
+        #: Tokens of a prompt that is being packed, and the words that they take unpacked.
+        self._prompt = (0, 0)
         self.n_words = 0
 
     @property
@@ -317,13 +319,21 @@ class DeviceWords:
             self._words, self._ahead_words = self._words.new_empty(0), n_words
 
     def expect(self, n_words: int, raw_words: int, *, tokens: int) -> None:
-        """Make the next tensor have room for a prompt, whose words may come in many pieces.
+        """Make the first tensor have room for a prompt, whose words may come in many pieces.
 
-        Else it would be made anew for nearly each of them.
+        Else it would be made anew for nearly each of them. How many words there will be the first
+        piece tells: what was expected may be far more, and the tensor stays.
         """
+        self._prompt = tokens, raw_words
+
+    def _room_for_prompt(self, n_words: int, tokens: int) -> int:
+        """Return the words that a prompt will take whose first tokens take `n_words`."""
+        (of_prompt, raw_words), self._prompt = self._prompt, (0, 0)
+        if self.n_words or not 0 < tokens < of_prompt:
+            return 0
+        whole = n_words * of_prompt // tokens
         # With metadata no more than the raw tokens take.
-        ahead = min(n_words // GROWTH, max(0, raw_words - n_words) // 2)
-        self._ahead_words = max(self._ahead_words, n_words + ahead)
+        return whole + min(whole // GROWTH, max(0, raw_words - whole) // 2)
 
     def append(
         self,
@@ -338,8 +348,9 @@ class DeviceWords:
             self.link.keep_for_turn(self._words)
         end = self.n_words + words.shape[0]
         size, least = end + PAD_WORDS, self._ahead_words
+        ahead = max(least, self._room_for_prompt(words.shape[0], tokens))
         try:
-            self._words = grown(self._words, size, self.n_words, at_least=least, at_most=most)
+            self._words = grown(self._words, size, self.n_words, at_least=ahead, at_most=most)
         except BitslabError:
             # Without room ahead it may fit.
             try:
@@ -383,6 +394,7 @@ class DeviceWords:
         It takes no memory, of which there may be none.
         """
         self._words, self._ahead_words, self.n_words = self._words.new_empty(0), 0, 0
+        self._prompt = (0, 0)
 
     def __getstate__(self) -> dict[str, Any]:
         """Take the words along, in memory of their exact size."""

@@ -104,16 +104,21 @@ class Gathers:
             return self.counters
         counters, ref = cache.counters, weakref.ref(cache)
         if self._cache_counters.get(ref) is not counters:
+            self._count_deleted()
             with self._totals_lock:
-                self._count_deleted()
                 self._cache_counters[ref] = counters
         return counters
 
     def _count_deleted(self) -> None:
         """Count what was read through caches that are deleted, for which it waits for the GPUs."""
-        gone = [ref for ref in self._cache_counters if ref() is None]
-        words = _words((HOST, self._cache_counters.pop(ref)) for ref in gone)
-        self._totals["copied_words"] += words
+        with self._totals_lock:
+            gone = [ref for ref in list(self._cache_counters) if ref() is None]
+            counters = [self._cache_counters[ref] for ref in gone]
+        words = [_words([(HOST, each)]) for each in counters]
+        with self._totals_lock:
+            for ref, read in zip(gone, words, strict=True):
+                if self._cache_counters.pop(ref, None) is not None:  # not by another thread
+                    self._totals["copied_words"] += read
 
     def read_words(self) -> int:
         """Return the words of the table that were read by gathers; waits for the GPUs."""

@@ -22,7 +22,7 @@ from bitslab.kvcache import arena as arenas
 from bitslab.kvcache import reader as reader_module
 from bitslab.kvcache.arena import AHEAD, HostArena
 from bitslab.kvcache.link import Link
-from bitslab.kvcache.words import HostWords
+from bitslab.kvcache.words import DeviceWords, HostWords
 
 PIECE, PART = 10_240, 1024  # words
 
@@ -112,6 +112,30 @@ def test_memory_of_a_prompt_is_begun_before_its_words_are_there(buffers: Buffers
         history.append(torch.zeros(PIECE - 200, dtype=torch.int32), tokens=100, most=2 * PIECE)
     assert len(buffers.ahead) > before
     assert arena.nbytes <= 7 * 4 * PIECE
+
+
+@pytest.mark.parametrize("expected", [0.9, 0.1], ids=["too much", "too little"])
+def test_memory_of_a_prompt_on_the_device_is_as_its_first_piece_tells(expected: float) -> None:
+    raw = 100 * PIECE
+    store = DeviceWords(Link(torch.device("cpu")))
+    store.expect(int(expected * raw), raw, tokens=100)
+    addresses = set()
+    for piece in range(10):
+        words = torch.full((3 * PIECE,), piece, dtype=torch.int32)
+        store.append(words, tokens=10 * (piece + 1), most=raw)
+        addresses.add(store.whole().data_ptr())
+    assert len(addresses) == 1
+    assert store.nbytes <= 4 * 1.2 * store.n_words
+    found = store.fetch()[: store.n_words].view(10, -1)
+    assert bool((found == torch.arange(10).view(-1, 1)).all())
+
+
+def test_memory_that_is_asked_for_is_not_less_for_a_prompt() -> None:
+    store = DeviceWords(Link(torch.device("cpu")))
+    store.expect(PIECE, 100 * PIECE, tokens=100)
+    store.reserve(50 * PIECE)
+    store.append(torch.zeros(PIECE // 10, dtype=torch.int32), tokens=10, most=100 * PIECE)
+    assert store.nbytes >= 4 * 50 * PIECE
 
 
 @pytest.mark.parametrize("missing_bytes", [4, 4 * PART, 8 * PART, PIECE, 4 * PIECE], ids=str)

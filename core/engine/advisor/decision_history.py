@@ -66,7 +66,8 @@ class DecisionHistory:
         self._last = last | {each.site: (each.action, each.codec) for each in chosen}
         kept = self._rows_of
         if epoch not in kept and len(kept) >= MOST_EPOCHS:
-            kept = {each: kept[each] for each in list(kept)[::2]}
+            epochs = list(kept)
+            kept = {each: kept[each] for each in (epochs[0], *epochs[1::2])}  # with the last one
         self._rows_of = kept | {epoch: kept.get(epoch, []) + made}
 
     def rows(self) -> list[dict[str, Any]]:

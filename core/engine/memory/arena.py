@@ -6,7 +6,7 @@ import operator
 import os
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -27,7 +27,8 @@ ALIGN_BYTES = 256
 THREAD_NAME = "bitslab-arena"
 #: One buffer's pages are page-locked while those of the next are taken.
 THREADS = 2
-#: Buffers take so many times what was in use at one time, at most, where some are wholly free.
+#: Buffers of a kind take so many times what was in use at one time, at most, where some are wholly
+#: free.
 MOST_RESERVED = 2
 
 
@@ -302,14 +303,16 @@ class Arena:
         self._deferred: deque[tuple[list[Event], _Taken]] = deque()
         self._dedicated: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
         self._threads: ThreadPoolExecutor | None = None
-        self._taken_bytes = self._most_taken_bytes = 0
+        #: Of each kind what is taken, and the most of it at a time, in bytes.
+        self._taken_bytes: Counter[Kind] = Counter()
+        self._most_taken_bytes: Counter[Kind] = Counter()
 
     def reserve(
         self, least: int, wanted: int | None = None, *, pin: Pin = True, private: bool = True
     ) -> Reservation:
         """Return free memory, or that of a new buffer.
 
-        Waits for no GPU, but where memory is lacking.
+        Waits for no GPU, but where memory is lacking, or free buffers go (`MOST_RESERVED`).
 
         Parameters
         ----------
@@ -330,7 +333,10 @@ class Arena:
             raise ArgumentError(f"least: {least}, accepted are 1 to {wanted} bytes")
         kind = Kind(pin, private)
         found = self._reserve_free(least, wanted, kind)
-        return self._reserve_new(wanted, kind) if found is None else found
+        if found is not None:
+            return found
+        self._return_surplus(wanted, kind)
+        return self._reserve_new(wanted, kind)
 
     def reserve_soon(
         self, nbytes: int, *, pin: Pin = True, private: bool = True
@@ -340,6 +346,7 @@ class Arena:
         The error of a buffer that cannot be had is that of the future.
         """
         kind = Kind(pin, private)
+        self._return_surplus(nbytes, kind)
         on_gpu = pin is True and page_locking.registrar.available()
         device = torch.cuda.current_device() if on_gpu else None
         with self._lock:
@@ -447,22 +454,27 @@ class Arena:
         return Reservation(_Left(slab, begin, end), nbytes, self._returned)
 
     def _reserve_new(self, nbytes: int, kind: Kind) -> Reservation:
-        self._return_surplus(nbytes)
         slab = _Slab(self._allocate(nbytes, kind), kind, FreeRanges(nbytes))
         with self._lock:
             self._slabs.append(slab)
             self._take(slab, 0, nbytes)
         return Reservation(_Left(slab, 0, nbytes), nbytes, self._returned)
 
-    def _return_surplus(self, nbytes: int) -> None:
-        """Return the oldest free buffers to the system where a new one would make too many."""
+    def _return_surplus(self, nbytes: int, kind: Kind) -> None:
+        """Return the oldest free buffers to the system where a new one would make too many.
+
+        By the thread that asks for memory, which knows whether its stream is captured in a graph.
+        """
+        if torch.cuda.is_initialized() and page_locking.registrar.capturing():  # type: ignore[no-untyped-call]
+            return
         with self._lock:
-            most = max(self._most_taken_bytes, self._taken_bytes + nbytes)
-            surplus = sum(slab.nbytes for slab in self._slabs) + nbytes - most
+            slabs = [slab for slab in self._slabs if slab.kind == kind]
+            most = max(self._most_taken_bytes[kind], self._taken_bytes[kind] + nbytes)
+            surplus = sum(slab.nbytes for slab in slabs) + nbytes - most
             if surplus <= (MOST_RESERVED - 1) * most:
                 return
             idle = set()  # many at once, since the GPUs are waited for
-            for slab in self._slabs:
+            for slab in slabs:
                 if slab.free.wholly_free and slab.nbytes <= surplus:
                     idle.add(slab)
                     surplus -= slab.nbytes
@@ -472,12 +484,13 @@ class Arena:
 
     def _take(self, slab: _Slab, begin: int, end: int) -> None:
         slab.free.take(begin, end)
-        self._taken_bytes += end - begin
-        self._most_taken_bytes = max(self._most_taken_bytes, self._taken_bytes)
+        taken = self._taken_bytes[slab.kind] + end - begin
+        self._taken_bytes[slab.kind] = taken
+        self._most_taken_bytes[slab.kind] = max(self._most_taken_bytes[slab.kind], taken)
 
     def _free(self, gone: _Taken) -> None:
         gone.slab.free.give_back(gone.begin, gone.end)
-        self._taken_bytes -= gone.end - gone.begin
+        self._taken_bytes[gone.slab.kind] -= gone.end - gone.begin
 
     def _reserve_new_on(self, nbytes: int, kind: Kind, device: int | None) -> Reservation:
         """Return the memory of a new buffer, from a thread.

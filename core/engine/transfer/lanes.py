@@ -278,6 +278,8 @@ class StreamLane:
 
 #: Lanes whose owners are gone, by device, priority and use.
 _unused: dict[tuple[torch.device, int, str], list[StreamLane]] = {}
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unused.clear)  # streams are the parent's
 
 
 def lent_lane(owner: object, device: torch.device, use: str, *, priority: int = 0) -> StreamLane:

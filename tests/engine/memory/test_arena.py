@@ -546,3 +546,36 @@ def test_trim_waits_for_gpus_that_still_read(monkeypatch: pytest.MonkeyPatch) ->
         patched.setattr(torch.cuda, "is_initialized", lambda: True)
         patched.setattr(page_locking, "registrar", Registrar())
         assert pool.trim() == 4096
+
+
+def test_kinds_of_memory_in_turn_keep_their_buffers(monkeypatch: pytest.MonkeyPatch) -> None:
+    pool, made = Arena(), []
+    allocate = HostBuffer.allocate
+
+    def counted(nbytes: int, **options: Any) -> HostBuffer:
+        made.append(nbytes)
+        return allocate(nbytes, **options)
+
+    monkeypatch.setattr(HostBuffer, "allocate", counted)
+    for _ in range(10):
+        for kind in (PLAIN, OTHER, {"pin": "lazily", "private": True}):
+            there = [pool.reserve(4096, **kind) for _ in range(8)]
+            assert len(there) == 8
+            del there
+    assert len(made) == 3 * 8
+
+
+def test_nothing_is_returned_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Registrar(page_locking.CudaRegistrar):
+        def capturing(self) -> bool:
+            return True
+
+    pool, sizes = Arena(), [4096 * 5**k // 4**k for k in range(14)]
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        patched.setattr(page_locking, "registrar", Registrar())
+        for nbytes in sizes:
+            assert pool.reserve(nbytes, **PLAIN).nbytes == nbytes
+        assert pool.stats()["buffers"] == len(sizes)
+    assert pool.reserve(2 * sizes[-1], **PLAIN).nbytes == 2 * sizes[-1]
+    assert pool.stats()["reserved_bytes"] <= 4 * sizes[-1]
