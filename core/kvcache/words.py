@@ -322,7 +322,7 @@ class DeviceWords:
         """Make the first tensor have room for a prompt, whose words may come in many pieces.
 
         Else it would be made anew for nearly each of them. How many words there will be the first
-        piece tells: what was expected may be far more, and the tensor stays.
+        piece tells: what was expected may be far more, and the tensor is kept.
         """
         self._prompt = tokens, raw_words
 
