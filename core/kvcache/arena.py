@@ -10,14 +10,16 @@ from typing import Any
 import torch
 
 from ..engine.kernels.format import ceil_div
-from ..engine.memory.arena import ALIGN_BYTES, Arena, Pending, Reservation, host_arena
+from ..engine.memory.arena import Arena, host_arena
 from ..engine.memory.host import Pin
+from ..engine.memory.pieces import ALIGN_BYTES, Pending, Reservation
 from ..errors import BitslabError
 
 #: Words of a part that is taken of a reservation whose rest is too small for all that is needed.
 MIN_PART_WORDS = 1 << 10
-#: Of a reservation that is made ahead: page-locking costs by the call.
-MIN_AHEAD_BYTES = 1 << 16
+#: Words of the smallest piece that a history takes, and of the smallest reservation that is made
+#: ahead: page-locking costs by the call.
+MIN_PIECE_WORDS = 1 << 14
 #: Memory is taken ahead by this share of what is there, so that pieces are few.
 GROWTH = 8
 #: What is wanted comes in up to about so many parts where free memory lies in pieces.
@@ -135,12 +137,7 @@ class HostArena:
         return 4 * words - self.nbytes
 
     def take(
-        self,
-        least: int,
-        wanted: int,
-        *,
-        others: int = 0,
-        pending: Pending | None = None,
+        self, least: int, wanted: int, *, others: int = 0, pending: Pending | None = None
     ) -> torch.Tensor:
         """Return a piece of memory.
 
@@ -220,7 +217,7 @@ class HostArena:
             free = arena.free_bytes(pin=self._pin_kind, private=self._pin)
             missing = 0 if free >= missing - missing // (GROWTH + 1) else missing - free
         while missing > 0 and len(self._ahead) < AHEAD:
-            nbytes = _whole_words(min(slab_bytes, max(missing, MIN_AHEAD_BYTES)))
+            nbytes = _whole_words(min(slab_bytes, max(missing, 4 * MIN_PIECE_WORDS)))
             made = arena.reserve_soon(nbytes, pin=self._pin_kind, private=self._pin)
             self._ahead.append((made, nbytes))
             missing -= nbytes

@@ -9,11 +9,8 @@ import torch
 from ..engine.kernels.format import PAD_WORDS
 from ..engine.memory.host import check_available
 from ..errors import BitslabError
-from .arena import GROWTH, MIN_PART_WORDS, HostArena, no_memory
+from .arena import GROWTH, MIN_PART_WORDS, MIN_PIECE_WORDS, HostArena, no_memory
 from .link import Link
-
-#: Words of the smallest piece that a history takes from an arena.
-MIN_PIECE_WORDS = 1 << 14
 
 
 class Words(Protocol):
@@ -321,8 +318,8 @@ class DeviceWords:
     def expect(self, n_words: int, raw_words: int, *, tokens: int) -> None:
         """Make the first tensor have room for a prompt, whose words may come in many pieces.
 
-        Else it would be made anew for nearly each of them. How many words there will be the first
-        piece tells: what was expected may be far more, and the tensor is kept.
+        Else it would be made anew for nearly each of them. The number of words follows from those
+        of the first piece: what was expected may be far more, and the tensor is kept.
         """
         self._prompt = tokens, raw_words
 

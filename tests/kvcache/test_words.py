@@ -181,7 +181,7 @@ def test_histories_that_are_used_again_expect_only_what_they_lack(
             history.append(torch.zeros(n, dtype=torch.int32), tokens=1000 + request, most=6 * n)
         wait_for_buffers(arena)
         kept = sum(history.nbytes for history in found)
-        assert kept <= 4 * 8 * (1.3 * n + words.MIN_PIECE_WORDS)
+        assert kept <= 4 * 8 * (1.3 * n + arenas.MIN_PIECE_WORDS)
         assert arena.nbytes <= 1.3 * kept
         assert host_arena().stats()["reserved_bytes"] <= 1.3 * kept
     assert len(buffers.asked) + len(buffers.ahead) <= 20
@@ -255,9 +255,9 @@ def test_requests_of_any_sizes_lie_in_few_pieces_and_reserve_about_what_they_use
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_arena, "_arena", None)
         patch.setattr(arenas, "MIN_PART_WORDS", 1 << 6)
-        patch.setattr(arenas, "MIN_AHEAD_BYTES", 1 << 12)
-        patch.setattr(words, "MIN_PIECE_WORDS", 1 << 9)
-        least = 4 * words.MIN_PIECE_WORDS
+        patch.setattr(arenas, "MIN_PIECE_WORDS", 1 << 10)
+        patch.setattr(words, "MIN_PIECE_WORDS", least_words := 1 << 9)
+        least = 4 * least_words
         caches: list[tuple[HostArena, list[HostWords]]] = []
         most_used = 0
         for request in requests:
@@ -272,7 +272,7 @@ def test_requests_of_any_sizes_lie_in_few_pieces_and_reserve_about_what_they_use
                 wait_for_buffers(arena)
             used = [sum(max(h.nbytes, least) for h in histories) for _, histories in caches]
             most_used = max(most_used, sum(used))
-            few = 4 * arenas.MIN_AHEAD_BYTES
+            few = 16 * arenas.MIN_PIECE_WORDS
             assert caches[-1][0].nbytes <= 1.5 * used[-1] + few
             # Pieces that are merged are there twice, and buffers of one of them may be too small.
             most = 4 if any(r.merged for r in requests) else 2.5

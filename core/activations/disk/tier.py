@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 
 from ...engine.memory import Reservation, host_arena
-from ...engine.memory.arena import Pending
 from ...engine.memory.locks import call_after_fork
+from ...engine.memory.pieces import Pending
 from ...engine.transfer import Mark, ThreadLane, ThreadTask
 from ...engine.transfer.lanes import CLOSE_SECONDS
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError

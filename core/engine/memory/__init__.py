@@ -1,7 +1,8 @@
 """Host memory that GPUs read: page-locked, shared or mapped, and the locks on it."""
 
-from .arena import Arena, HostPiece, Reservation, host_arena
+from .arena import Arena, host_arena
 from .host import HostBuffer
+from .pieces import HostPiece, Reservation
 from .readonly import ReadOnlyTensor, keep_from_compiler, plain, read_only
 
 __all__ = [

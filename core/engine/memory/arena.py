@@ -6,272 +6,23 @@ import operator
 import os
 import threading
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ...errors import ArgumentError, BitslabError
-from ..kernels.format import ceil_div
 from . import host, page_locking
 from .free_ranges import FreeRanges
 from .host import HostBuffer, Pin
+from .pieces import Event, Kind, LeftRange, Pending, Reservation, Slab, Taken, aligned
 
-#: Pieces start at multiples of this: kernels that read rows over the link want 16 bytes.
-ALIGN_BYTES = 256
 THREAD_NAME = "bitslab-arena"
 #: One buffer's pages are page-locked while those of the next are taken.
 THREADS = 2
 #: Buffers of a kind take so many times what was in use at one time, at most, where some are wholly
 #: free.
 MOST_RESERVED = 2
-
-
-class Event(Protocol):
-    """What has passed when a GPU has done its work; torch.cuda.Event is one."""
-
-    def query(self) -> bool:
-        """Return whether it has passed."""
-
-
-#: Returns events behind the work of GPUs that may still read or write some memory. It is called
-#: once, with the arena locked.
-Pending = Callable[[], Iterable[Event]]
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A kind of memory, as `HostBuffer.allocate` takes it."""
-
-    pin: Pin
-    private: bool
-
-
-@dataclass(eq=False)
-class _Slab:
-    """A buffer that is cut into pieces, and its free ranges."""
-
-    buffer: HostBuffer
-    kind: Kind
-    free: FreeRanges
-
-    def __post_init__(self) -> None:
-        self.array: NDArray[np.uint8] = self.buffer.tensor.numpy()
-        self.address = self.buffer.tensor.data_ptr()
-
-    @property
-    def nbytes(self) -> int:
-        return self.buffer.nbytes
-
-
-class _Taken(Protocol):
-    """A range of a slab that is taken, aligned but for the end of the slab."""
-
-    slab: _Slab
-    begin: int
-    end: int
-    pending: Pending | None
-
-
-@dataclass(eq=False, slots=True)
-class _Left:
-    """The range that a reservation has left."""
-
-    slab: _Slab
-    begin: int
-    end: int
-    pending: Pending | None = None
-
-
-class Reservation:
-    """Memory of an arena that a taker has to itself, and cuts tensors from.
-
-    What is left goes back to the arena with this object. One thread at a time.
-
-    Attributes
-    ----------
-    nbytes : int
-        What is left.
-    """
-
-    def __init__(self, taken: _Left, nbytes: int, returned: deque[_Taken]) -> None:
-        self.nbytes = nbytes
-        self._range = taken
-        self._returned = returned
-        weakref.finalize(self, returned.append, taken).atexit = False
-
-    @property
-    def pinned(self) -> bool:
-        """Whether the memory is page-locked in this process."""
-        return self._range.slab.buffer.pinned
-
-    def cut(
-        self,
-        nbytes: int,
-        pending: Pending | None = None,
-        when_returned: Callable[[], object] | None = None,
-    ) -> torch.Tensor:
-        """Return the first bytes as a tensor.
-
-        They go back to the arena when the last tensor over them is gone, this one and all views of
-        it, so that no tensor ever shows the bytes of another owner; and when the work of GPUs has
-        passed that `pending` tells of.
-
-        Parameters
-        ----------
-        nbytes : int
-            From 1 to all that is left. With them goes what aligns the next ones.
-        pending : callable, optional
-            Returns events, once the last tensor is gone, behind the work of GPUs that may still
-            use the memory; none when left out.
-        when_returned : callable, optional
-            Called when the last tensor is gone, from any thread and inside the garbage collector:
-            it must take no lock, and not fail.
-
-        Returns
-        -------
-        torch.Tensor
-            uint8 ``[nbytes]`` on the CPU, starting at a multiple of ALIGN_BYTES. New memory is
-            zero, other memory is not.
-        """
-        if not 0 < nbytes <= self.nbytes:
-            raise ArgumentError(f"nbytes: {nbytes}, accepted are 1 to {self.nbytes}")
-        slab, begin = self._range.slab, self._range.begin
-        array = slab.array[begin : begin + nbytes]
-        # Written to later, perhaps outside the inference mode of a first pass.
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):
-                tensor = torch.from_numpy(array)  # whose storage holds the array
-        else:
-            tensor = torch.from_numpy(array)
-        piece = _Piece(array, _give_back)
-        piece.slab, piece.begin, piece.pending = slab, begin, pending
-        piece.when_returned, piece.returned = when_returned, self._returned
-        _pieces[id(piece)] = piece
-        piece.end = piece.begin  # nothing, should this be interrupted
-        piece.end = self._take(nbytes)
-        return tensor
-
-    def cut_piece(
-        self,
-        nbytes: int,
-        pending: Pending | None = None,
-        when_returned: Callable[[], object] | None = None,
-    ) -> HostPiece:
-        """Return the first bytes as `cut` does, without a tensor: for what is copied by address.
-
-        They go back to the arena when the piece and all tensors over it are gone.
-        """
-        if not 0 < nbytes <= self.nbytes:
-            raise ArgumentError(f"nbytes: {nbytes}, accepted are 1 to {self.nbytes}")
-        left = self._range
-        piece = HostPiece(left.slab, left.begin, nbytes, pending, when_returned, self._returned)
-        piece.end = self._take(nbytes)
-        return piece
-
-    def _take(self, nbytes: int) -> int:
-        """Take the first bytes; return where in the slab they end, with what aligns the next."""
-        left = self._range
-        size = -nbytes % ALIGN_BYTES + nbytes
-        middle = left.begin + size if size < self.nbytes else left.end
-        # First: an interruption between these lines must leave no bytes with two owners.
-        left.begin = middle
-        self.nbytes -= size if size < self.nbytes else self.nbytes
-        return middle
-
-
-class HostPiece:
-    """Memory of an arena, known by its address; `Reservation.cut_piece` makes one.
-
-    It goes back by itself: the arena gets this object when nobody else has it any more.
-
-    Attributes
-    ----------
-    address : int
-        A multiple of ALIGN_BYTES.
-    nbytes : int
-        Its bytes.
-    """
-
-    __slots__ = (
-        "_returned",
-        "_when_returned",
-        "address",
-        "begin",
-        "end",
-        "nbytes",
-        "pending",
-        "slab",
-    )
-
-    def __init__(
-        self,
-        slab: _Slab,
-        begin: int,
-        nbytes: int,
-        pending: Pending | None,
-        when_returned: Callable[[], object] | None,
-        returned: deque[_Taken],
-    ) -> None:
-        # Of the slab: nothing as yet.
-        self.slab, self.begin, self.end = slab, begin, begin
-        self.address, self.nbytes = slab.address + begin, nbytes
-        self.pending = pending
-        self._when_returned, self._returned = when_returned, returned
-
-    def data_ptr(self) -> int:
-        """Return the address, as a tensor does."""
-        return self.address
-
-    def tensor(self) -> torch.Tensor:
-        """Return a tensor uint8 ``[nbytes]`` over it, which holds this piece."""
-        array = self.slab.array[self.begin : self.begin + self.nbytes].view(_Held)
-        array.piece = self
-        with torch.inference_mode(False):
-            return torch.from_numpy(array)
-
-    def __del__(self) -> None:
-        # The garbage collector may call it while a thread holds any lock.
-        self._returned.append(self)
-        if self._when_returned is not None:
-            self._when_returned()
-
-
-class _Held(np.ndarray[Any, Any]):
-    """An array that holds the piece that it is over."""
-
-    piece: HostPiece
-
-
-class _Piece(weakref.ref[Any]):
-    """A range that sees its array go: at a third of the price of `weakref.finalize`."""
-
-    __slots__ = ("begin", "end", "pending", "returned", "slab", "when_returned")
-
-    slab: _Slab
-    begin: int
-    end: int
-    pending: Pending | None
-    when_returned: Callable[[], object] | None
-    #: Takes it when its array is gone.
-    returned: deque[_Taken]
-
-
-#: Those whose arrays live.
-_pieces: dict[int, _Piece] = {}
-
-
-def _give_back(piece: _Piece, pieces: dict[int, _Piece] = _pieces) -> None:
-    """Give memory back; the garbage collector may call it while a thread holds any lock."""
-    del pieces[id(piece)]
-    piece.returned.append(piece)
-    if piece.when_returned is not None:
-        piece.when_returned()
 
 
 class Arena:
@@ -298,14 +49,13 @@ class Arena:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._slabs: list[_Slab] = []
-        self._returned: deque[_Taken] = deque()
-        self._deferred: deque[tuple[list[Event], _Taken]] = deque()
+        self._slabs: list[Slab] = []
+        self._returned: deque[Taken] = deque()
+        self._deferred: deque[tuple[list[Event], Taken]] = deque()
         self._dedicated: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
         self._threads: ThreadPoolExecutor | None = None
-        #: Of each kind what is taken, and the most of it at a time, in bytes.
-        self._taken_bytes: Counter[Kind] = Counter()
-        self._most_taken_bytes: Counter[Kind] = Counter()
+        #: Of each kind the most bytes that were taken at a time.
+        self._most_taken_bytes: dict[Kind, int] = {}
 
     def reserve(
         self, least: int, wanted: int | None = None, *, pin: Pin = True, private: bool = True
@@ -449,27 +199,27 @@ class Arena:
             by_size = operator.itemgetter(0)
             size, slab, begin = min(enough, key=by_size) if enough else max(ranges, key=by_size)
             nbytes = min(size, wanted)
-            end = begin + min(size, _aligned(nbytes))
+            end = begin + min(size, aligned(nbytes))
             self._take(slab, begin, end)
-        return Reservation(_Left(slab, begin, end), nbytes, self._returned)
+        return Reservation(LeftRange(slab, begin, end), nbytes, self._returned)
 
     def _reserve_new(self, nbytes: int, kind: Kind) -> Reservation:
-        slab = _Slab(self._allocate(nbytes, kind), kind, FreeRanges(nbytes))
+        slab = Slab(self._allocate(nbytes, kind), kind, FreeRanges(nbytes))
         with self._lock:
             self._slabs.append(slab)
             self._take(slab, 0, nbytes)
-        return Reservation(_Left(slab, 0, nbytes), nbytes, self._returned)
+        return Reservation(LeftRange(slab, 0, nbytes), nbytes, self._returned)
 
     def _return_surplus(self, nbytes: int, kind: Kind) -> None:
         """Return the oldest free buffers to the system where a new one would make too many.
 
-        By the thread that asks for memory, which knows whether its stream is captured in a graph.
+        In the thread of the taker: whether a stream is captured in a graph is known there.
         """
         if torch.cuda.is_initialized() and page_locking.registrar.capturing():  # type: ignore[no-untyped-call]
             return
         with self._lock:
             slabs = [slab for slab in self._slabs if slab.kind == kind]
-            most = max(self._most_taken_bytes[kind], self._taken_bytes[kind] + nbytes)
+            most = max(self._most_taken_bytes.get(kind, 0), self._taken_bytes(kind) + nbytes)
             surplus = sum(slab.nbytes for slab in slabs) + nbytes - most
             if surplus <= (MOST_RESERVED - 1) * most:
                 return
@@ -482,15 +232,13 @@ class Arena:
         for slab in idle:
             slab.buffer.close()
 
-    def _take(self, slab: _Slab, begin: int, end: int) -> None:
+    def _take(self, slab: Slab, begin: int, end: int) -> None:
         slab.free.take(begin, end)
-        taken = self._taken_bytes[slab.kind] + end - begin
-        self._taken_bytes[slab.kind] = taken
-        self._most_taken_bytes[slab.kind] = max(self._most_taken_bytes[slab.kind], taken)
+        most, kind = self._most_taken_bytes, slab.kind
+        most[kind] = max(most.get(kind, 0), self._taken_bytes(kind))
 
-    def _free(self, gone: _Taken) -> None:
-        gone.slab.free.give_back(gone.begin, gone.end)
-        self._taken_bytes[gone.slab.kind] -= gone.end - gone.begin
+    def _taken_bytes(self, kind: Kind) -> int:
+        return sum(s.nbytes - s.free.free_bytes for s in self._slabs if s.kind == kind)
 
     def _reserve_new_on(self, nbytes: int, kind: Kind, device: int | None) -> Reservation:
         """Return the memory of a new buffer, from a thread.
@@ -527,7 +275,7 @@ class Arena:
             if gone.begin == gone.end:
                 continue  # a reservation that was used up
             if gone.pending is None:
-                self._free(gone)
+                gone.slab.free.give_back(gone.begin, gone.end)
             elif wait:
                 returned.append(gone)
             else:
@@ -542,7 +290,7 @@ class Arena:
             events, gone = deferred[0]
             if all(map(_passed, events)):
                 deferred.popleft()
-                self._free(gone)
+                gone.slab.free.give_back(gone.begin, gone.end)
             elif most is not None:
                 return
             else:
@@ -567,10 +315,6 @@ def _passed(event: Event) -> bool:
 
 def _of_capture(error: RuntimeError) -> bool:
     return "captur" in str(error)
-
-
-def _aligned(nbytes: int) -> int:
-    return ceil_div(nbytes, ALIGN_BYTES) * ALIGN_BYTES
 
 
 _arena: Arena | None = None

@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from bitslab.engine.memory import Arena, HostBuffer, arena, host, host_arena, page_locking
-from bitslab.engine.memory.arena import ALIGN_BYTES, THREAD_NAME, Pending
+from bitslab.engine.memory.arena import THREAD_NAME
+from bitslab.engine.memory.pieces import ALIGN_BYTES, Pending
 from bitslab.errors import ArgumentError, BitslabError
 
 #: Of memory that no GPU reads: as fast on every machine.
