@@ -9,7 +9,6 @@ again from time to time.
 
 from __future__ import annotations
 
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -336,8 +335,9 @@ class PlannedPolicy:
         if self._recorded is None:
             return True
         known = {each.site: each.nbytes for each in self._recorded.profile.sites}
-        known |= dict.fromkeys(self._recorded.unread, sys.maxsize)
-        return any(n > known.get(name, 0) for name, n in recorder.saved_bytes.items())
+        unread = self._recorded.unread
+        saved = recorder.saved_bytes.items()
+        return any(n > known.get(name, 0) for name, n in saved if name not in unread)
 
     def _plain_factor(self, profile: StepProfile) -> float:
         """Return by how much longer a plain pass was than a profile's."""

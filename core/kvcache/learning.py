@@ -7,7 +7,7 @@ from weakref import ref
 
 import torch
 
-from ..engine.transfer.lanes import StreamLane, lent_lane, record_on
+from ..engine.transfer.lanes import StreamLane, pooled_lane, record_on
 
 #: Raw bytes of layers that may wait, at the most, and the share of the free memory of the device;
 #: with more of them the host learns the oldest, behind whose work that of later layers is queued.
@@ -131,7 +131,7 @@ class LearningQueue:
             return layer
         if self._lane is None:
             # Its small kernels pass by the large ones of the model.
-            self._lane = lent_lane(self, self._device, "K/V codecs", priority=-1)
+            self._lane = pooled_lane(self, self._device, "K/V codecs", priority=-1)
         self._lane.wait(entry.ready)
         with self._lane.on():
             layer.learn()

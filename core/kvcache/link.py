@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..engine.kernels.cuda.stream import current_stream, stream_pointer
-from ..engine.transfer.lanes import StreamLane, lent_lane
+from ..engine.transfer.lanes import StreamLane, pooled_lane
 from ..errors import BitslabError
 from .learning import LearningQueue
 from .packing_queue import PackingQueue
@@ -23,8 +23,8 @@ class Streams:
     ----------
     device : torch.device
         The GPU.
-    owner : object, optional
-        What uses them; this object when left out.
+    owner : object
+        What uses them; with it they go back.
 
     Attributes
     ----------
@@ -34,12 +34,11 @@ class Streams:
         Words are decoded on it.
     """
 
-    def __init__(self, device: torch.device, owner: object | None = None) -> None:
+    def __init__(self, device: torch.device, owner: object) -> None:
         if not torch.cuda.is_available():
             raise BitslabError(f"device: {device}, but torch sees no CUDA GPU")
-        owner = self if owner is None else owner
-        self.copies: StreamLane = lent_lane(owner, device, "K/V copies")
-        self.decodes: StreamLane = lent_lane(owner, device, "K/V decodes")
+        self.copies: StreamLane = pooled_lane(owner, device, "K/V copies")
+        self.decodes: StreamLane = pooled_lane(owner, device, "K/V decodes")
 
     def pending(self) -> list[torch.cuda.Event]:
         """Return events behind all work of the streams; none where they are idle."""

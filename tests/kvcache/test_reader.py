@@ -60,7 +60,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def reader_with_streams(offload: bool = True) -> HistoryReader:
     made = HistoryReader(CPU, offload=offload, sm_budget=None)
-    made.link.streams = Streams(CPU)
+    made.link.streams = Streams(CPU, made.link)
     made._start()
     return made
 

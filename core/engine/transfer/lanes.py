@@ -277,12 +277,12 @@ class StreamLane:
 
 
 #: Lanes whose owners are gone, by device, priority and use.
-_unused: dict[tuple[torch.device, int, str], list[StreamLane]] = {}
+_pool: dict[tuple[torch.device, int, str], list[StreamLane]] = {}
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unused.clear)  # streams are the parent's
+    os.register_at_fork(after_in_child=_pool.clear)  # streams are the parent's
 
 
-def lent_lane(owner: object, device: torch.device, use: str, *, priority: int = 0) -> StreamLane:
+def pooled_lane(owner: object, device: torch.device, use: str, *, priority: int = 0) -> StreamLane:
     """Return a lane that goes to the next owner, of the same use, when this one is gone.
 
     What torch's allocator has given to work on one stream it keeps for that stream. Owners that
@@ -300,7 +300,7 @@ def lent_lane(owner: object, device: torch.device, use: str, *, priority: int = 
     """
     if device.type != "cuda":
         return StreamLane(device, priority=priority)
-    unused = _unused.setdefault((device, priority, use), [])
+    unused = _pool.setdefault((device, priority, use), [])
     try:
         lane = unused.pop()
     except IndexError:

@@ -17,7 +17,7 @@ def test_memory_of_the_stack_is_written_by_its_user_alone() -> None:
     def written(place: Any, number: Any) -> Any:
         at = memory()
         store(at + 8 * place, number)
-        # Of any place, so that a compiler cannot tell that zeros would be read by nobody.
+        # Of any place, so that a compiler cannot drop zeros as never read.
         return at & 63, load(at + 8 * number)
 
     kept: Any = njit(written)

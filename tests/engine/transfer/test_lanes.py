@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from bitslab.engine.transfer import StreamLane, Task, ThreadLane, lanes
-from bitslab.engine.transfer.lanes import lent_lane, wait_on_host
+from bitslab.engine.transfer.lanes import pooled_lane, wait_on_host
 from tests.forked import run_forked
 from tests.streams import recorded
 
@@ -218,22 +218,22 @@ class Owner:
 
 
 def test_owners_that_come_one_after_the_other_have_one_stream(monkeypatch):
-    monkeypatch.setattr(lanes, "_unused", {})
+    monkeypatch.setattr(lanes, "_pool", {})
     gpu = torch.device("cuda", 0)
     with recorded(monkeypatch):
         found = []
         for _ in range(40):
             owner = Owner()
-            found.append([lent_lane(owner, gpu, use) for use in ("copies", "decodes")])
-            found[-1].append(lent_lane(owner, gpu, "copies", priority=-1))
+            found.append([pooled_lane(owner, gpu, use) for use in ("copies", "decodes")])
+            found[-1].append(pooled_lane(owner, gpu, "copies", priority=-1))
         del owner
         for same in zip(*found, strict=True):
             assert len(set(map(id, same))) == 1
         assert len({id(lane.stream) for lane in found[0]}) == 3
         first, second = Owner(), Owner()
-        one, other = (lent_lane(owner, gpu, "copies") for owner in (first, second))
+        one, other = (pooled_lane(owner, gpu, "copies") for owner in (first, second))
         assert one is found[0][0] and other is not one  # both live
-        assert lent_lane(Owner(), CPU, "copies") is not lent_lane(Owner(), CPU, "copies")
+        assert pooled_lane(Owner(), CPU, "copies") is not pooled_lane(Owner(), CPU, "copies")
 
 
 def test_a_stream_waits_by_events_and_the_host_for_threads_alone(monkeypatch, lane):

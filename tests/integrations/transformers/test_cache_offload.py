@@ -244,7 +244,7 @@ def crossing(gpu_path: None, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: 
     start = HistoryReader._start
 
     def with_streams(made: HistoryReader) -> None:
-        made.link.streams = Streams(made.device)
+        made.link.streams = Streams(made.device, made.link)
         start(made)
 
     monkeypatch.setattr(HistoryReader, "_start", with_streams)

@@ -58,7 +58,7 @@ def cache_of(n_layers: int, offload: bool, *, streams: bool) -> Any:
     )
     if streams:
         for made in cache._histories.readers.values():
-            made.link.streams = Streams(torch.device("cpu"))
+            made.link.streams = Streams(torch.device("cpu"), made.link)
             made._start()
     return cache
 
