@@ -59,10 +59,13 @@ def test_host_memory_of_tensors_that_change_their_size(rows: list[int], buffers:
     offload = bitslab.offload_activations(model, policy="raw", min_bytes=1)
     train(model, rows)
     offload.detach()
-    used = 4 * 1024 * ROW_BYTES  # what three linear layers and the loss save, at most
-    assert arenas.host_arena().stats()["reserved_bytes"] <= 2.5 * used
-    # Four of each of eight sizes, and some beside them that were too small for what came first.
-    assert len(buffers) <= 40
+    # Copies in threads: how many there are at a time differs from run to run.
+    arena = arenas.host_arena()
+    (most_taken_bytes,) = arena._most_taken_bytes.values()
+    assert most_taken_bytes <= 8 * 1024 * ROW_BYTES  # of three layers and the loss, two steps
+    assert arena.stats()["reserved_bytes"] <= 2.5 * most_taken_bytes
+    # A few of each of eight sizes, where each step would have made some.
+    assert len(buffers) <= 64 < 4 * len(rows)
 
 
 def test_a_size_that_is_learnt_is_a_share_of_the_tensor() -> None:
@@ -131,4 +134,19 @@ def test_a_plan_is_that_of_the_largest_of_the_profiled_steps(
         if offload.step_profile is not None:
             planned.append(sum(site.nbytes for site in offload.step_profile.sites))
     assert planned and set(planned) == {7 * 512 * ROW_BYTES}  # of six layers and the loss
+    offload.detach()
+
+
+def test_a_plan_is_kept_where_a_later_profile_shows_smaller_steps(
+    holds: None, quick_measuring: None
+) -> None:
+    model = layers(6)
+    offload = bitslab.offload_activations(model, min_bytes=1, memory=1 << 18)
+    profiles = []
+    for n in [256] * 12 + [512] + [64] * 12:
+        train(model, [n])
+        if offload.step_profile is not None:
+            profiles.append(sum(site.nbytes for site in offload.step_profile.sites))
+    assert profiles and set(profiles) == {7 * 256 * ROW_BYTES}
+    assert offload.plan is not None and not offload.plan.declined
     offload.detach()
