@@ -205,8 +205,8 @@ class HostArena:
 
     def _make_ahead(self, arena: Arena) -> None:
         """Start to reserve what is expected to be needed."""
-        slab_bytes = max(self._slab_bytes, self._held_bytes // GROWTH)
         missing = 4 * self._expected_words - self._rest_bytes - self._ahead_bytes
+        slab_bytes = max(self._slab_bytes, self._held_bytes // GROWTH, missing // GROWTH)
         if self._allowed_words is not None:
             missing = min(missing, self._room_bytes(self._allowed_soon_words))
         if missing > 0:

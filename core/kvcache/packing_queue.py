@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 from weakref import ref
 
@@ -15,6 +16,9 @@ from ..errors import BitslabError, add_note
 MOST_BYTES = 128 << 20
 #: Histories that may be in either state whatever their size: the K and V of a layer.
 LEAST_HISTORIES = 2
+#: Appends that come before a codec is fitted to a sample, which takes the host milliseconds: the
+#: GPU computes meanwhile what these have queued.
+LEAD = 6
 
 
 class Packs(Protocol):
@@ -42,6 +46,14 @@ class Packs(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Queued:
+    """A history in the queue, and the appends of the queue before it came."""
+
+    history: ref[Packs]
+    since: int
+
+
 class PackingQueue:
     """Histories of one device that are being packed without waiting for it, oldest first.
 
@@ -50,12 +62,13 @@ class PackingQueue:
 
     Attributes
     ----------
-    histories : list of references to Packs
+    histories : list of Queued
         The histories.
     """
 
     def __init__(self) -> None:
-        self.histories: list[ref[Packs]] = []
+        self.histories: list[Queued] = []
+        self._appends = 0
 
     @property
     def nbytes(self) -> int:
@@ -68,10 +81,13 @@ class PackingQueue:
     def add(self, history: Packs) -> None:
         """Go on with a history whenever others append, until nothing of it is on its way."""
         if all(history is not other for other in self._there()):
-            self.histories.append(ref(history))
+            self.histories.append(Queued(ref(history), self._appends))
 
     def advance(self) -> None:
         """Go on with all histories as far as that needs no waiting, and wait where there are many.
+
+        For each append. A history whose sample came with the last LEAD of them is left alone where
+        they are not many.
 
         Raises
         ------
@@ -81,7 +97,11 @@ class PackingQueue:
         """
         if not self.histories:
             return
-        for history in self._there():
+        self._appends += 1
+        for queued in list(self.histories):
+            history = queued.history()
+            if history is None or (history.samples and self._appends - queued.since <= LEAD):
+                continue
             _pack_on(history, wait=False)
         there = self._drop_packed()
         for state in ("samples", "packs"):
@@ -108,13 +128,18 @@ class PackingQueue:
 
     def _there(self) -> list[Packs]:
         """Return the histories that have not been collected."""
-        return [history for each in self.histories if (history := each()) is not None]
+        found = (each.history() for each in self.histories)
+        return [history for history in found if history is not None]
 
     def _drop_packed(self) -> list[Packs]:
         """Forget histories of which nothing is on its way; return the others."""
-        left = [history for history in self._there() if history.samples or history.packs]
-        self.histories = [ref(history) for history in left]
-        return left
+        left = []
+        for queued in self.histories:
+            history = queued.history()
+            if history is not None and (history.samples or history.packs):
+                left.append((queued, history))
+        self.histories = [queued for queued, _ in left]
+        return [history for _, history in left]
 
 
 def _pack_on(history: Packs, *, wait: bool) -> None:

@@ -278,8 +278,11 @@ def prompt_and_steps(made: HistoryReader, histories: list[PackedHistory], seed: 
 
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("kept", [False, True], ids=["sampled", "kept"])
-def test_prompts_do_not_wait(offload: bool, kept: bool, run_ahead, no_waiting) -> None:
+def test_prompts_do_not_wait(
+    offload: bool, kept: bool, run_ahead, no_waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Neither for samples nor for codecs nor for sizes, while nothing that is queued runs."""
+    monkeypatch.setattr(packing_queue, "LEAD", 0)  # codecs are fitted as soon as samples are there
     name = f"prompts, {offload}"
     made, _ = pair(offload)
     prompt_and_steps(made, layers_of(made, 3, name), seed=10)  # kernels are loaded, codecs left
@@ -357,7 +360,10 @@ def test_pieces_and_changes_while_a_prompt_is_packed(monkeypatch: pytest.MonkeyP
             assert_same(history, tokens)
 
 
-def test_a_kept_codec_that_does_not_suit_is_replaced(no_waiting) -> None:
+def test_a_kept_codec_that_does_not_suit_is_replaced(
+    no_waiting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing_queue, "LEAD", 0)
     made, _ = pair(offload=True)
     prompt_and_steps(made, layers_of(made, 1, "unsuited"), seed=100)
     made, _ = pair(offload=True)

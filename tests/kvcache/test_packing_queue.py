@@ -65,6 +65,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     for module in (fitting, in_flight):
         monkeypatch.setattr(module, "AsyncCopy", Copy)
     monkeypatch.setattr(model_codecs, "_models", type(model_codecs._models)())
+    monkeypatch.setattr(packing_queue, "LEAD", 0)
     return made
 
 
@@ -150,6 +151,34 @@ def test_raw_tokens_of_few_layers_are_held(
     layers.reader.finish_packing()
     assert layers.queue.nbytes == 0 and min(layers.packed) > TOKENS - 8 - 16
     assert_same(layers, tokens)
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["first cache", "second cache"])
+def test_codecs_are_fitted_behind_the_layers_that_come_next(
+    device: Device, second: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that the device has their work meanwhile; what needs no fit is packed at once."""
+    monkeypatch.setattr(packing_queue, "LEAD", 4)
+    if second:
+        before = Layers(6)
+        before.feed(prompts(6))
+        before.reader.finish_packing()
+    layers, tokens = Layers(6), prompts(6, seed=1)
+    began = []
+    for history, each in zip(layers.histories, tokens, strict=True):
+        device.done = False
+        history.append(each)
+        device.done = True  # what was copied meanwhile is there
+        layers.queue.advance()  # as an append to another layer does
+        began.append([bool(other.packs or other.packed_tokens) for other in layers.histories])
+    behind = 0 if second else 2  # appends of two each
+    assert began == [[i <= n - behind for i in range(6)] for n in range(6)]
+    for _ in range(6):  # tokens behind the prompt
+        for history in layers.histories:
+            history.append(each[:, :, :1])
+    assert min(layers.packed) > TOKENS - 8 - 16 and not len(layers.queue)
+    every = [torch.cat([t, *[each[:, :, :1]] * 6], dim=2) for t in tokens]
+    assert_same(layers, every)
 
 
 def test_all_pieces_of_a_prompt_are_in_flight_together(

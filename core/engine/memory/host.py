@@ -22,7 +22,7 @@ import torch
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
 from .numa import nearest_node, prefer_node
 from .page_locking import MappedMemory, release_or_wait, release_waiting
-from .page_taking import HUGE_PAGE_BYTES, MIN_FILE_THREADS, take_pages, threads_for
+from .page_taking import HUGE_PAGE_BYTES, take_pages
 
 #: Whether memory is page-locked: now (or, with no GPU to be had, at the first use by one), never,
 #: or at the first use by a GPU.
@@ -154,8 +154,7 @@ class HostBuffer:
         token = secrets.token_hex(8)
         # Where memory comes from is said before its pages are taken.
         node = nearest_node() if pin is True and nbytes else None
-        by_threads = nbytes >= LARGE_BYTES or threads_for(nbytes) >= MIN_FILE_THREADS
-        by_threads |= node is not None
+        by_threads = nbytes >= LARGE_BYTES or node is not None
         fd = None
         try:
             fd = None if private else make_file(token, nbytes, taken=not by_threads)

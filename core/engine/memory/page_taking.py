@@ -5,6 +5,11 @@ threads do it several times as fast as one. Page-locking itself is one call for 
 copy may not reach from one registered range into another (cudaErrorInvalidValue), so that memory
 locked range by range would have to be copied range by range as well.
 
+Threads take pieces of the range in turn. A call of the system holds the lock of the process's
+address space as long as it takes pages, and whatever changes that space (a mapping, the stack of a
+new thread) waits for the lock, with all other takers behind it. By one long call for each thread,
+eight threads were as slow as one.
+
 Huge pages are locked in half the time. The system has none for memory files unless its
 administrator says so; but where the first page of each of their places is taken, Linux from 6.1 on
 collapses the place to one of them on request (MADV_COLLAPSE). That is given up as soon as it is
@@ -15,22 +20,26 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import functools
 import mmap
 import os
 import threading
 import time
+from collections import deque
+from collections.abc import Callable, Iterator
 
-#: Smaller ranges are taken by one thread: starting others costs as much.
-MIN_SHARED_BYTES = 32 << 20
+#: Bytes for each thread: starting one takes as long as the pages of some megabytes.
+MIN_SHARED_BYTES = 16 << 20
 #: More gain little: they wait for each other in the system.
 MAX_THREADS = 8
-#: Fewer threads take small pages of a memory file no faster than the system's own call for it.
-MIN_FILE_THREADS = 4
 
 HUGE_PAGE_BYTES = 2 << 20
-#: Huge pages that one call of the system makes, and the rate of a thread below which no more of
-#: them are made, in bytes a second: small pages are taken at 0.5 to 2 GB/s, and locked more slowly.
-COLLAPSED_PAGES, LEAST_COLLAPSED = 16, 0.25e9
+#: What a thread takes at a time, cut between huge pages: some tenths of a millisecond's work, which
+#: is how long others wait for the lock.
+PIECE_BYTES = HUGE_PAGE_BYTES
+#: The rate of a thread below which no more huge pages are asked for, in bytes a second over so many
+#: pieces: small pages are taken at 0.5 to 2 GB/s, and locked more slowly.
+LEAST_COLLAPSED, JUDGED_PIECES = 0.25e9, 16
 
 _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25  # Python has no names for them
 #: What systems before Linux 5.14 answer.
@@ -75,21 +84,26 @@ def take_pages(
         When the system has no pages left.
     """
     threads = threads_for(nbytes) if threads is None else threads
-    ends = _cuts(address, nbytes, threads)
+    pieces, next_piece = _pieces(address, nbytes), threading.Lock()
+    huge_pages = _HugePages() if collapse else None
     errors: list[int] = []
 
-    def take(begin: int, end: int) -> None:
-        if collapse:
-            _collapse(begin, end)
-        error = _populate(begin, end - begin)
-        if error:
-            errors.append(error)
+    def take() -> None:
+        while not errors:
+            with next_piece:
+                begin, end = next(pieces, (0, 0))
+            if begin == end:
+                return
+            if huge_pages is not None:
+                huge_pages.collapse(begin, end)
+            error = _populate(begin, end - begin)
+            if error:
+                errors.append(error)
 
-    ranges = list(zip([address, *ends[:-1]], ends, strict=True))
-    others = [threading.Thread(target=take, args=part, daemon=True) for part in ranges[1:]]
+    others = [threading.Thread(target=take, daemon=True) for _ in range(1, threads)]
     for thread in others:
         thread.start()
-    take(*ranges[0])
+    take()
     for thread in others:
         thread.join()
     failed = [error for error in errors if error not in _UNKNOWN]
@@ -98,33 +112,47 @@ def take_pages(
     return not errors
 
 
-def _cuts(address: int, nbytes: int, parts: int) -> list[int]:
-    """Return the ends of equal parts of memory, cut between huge pages."""
-    end = address + nbytes
-    step = -(-nbytes // (parts * HUGE_PAGE_BYTES)) * HUGE_PAGE_BYTES
-    first = -(-(address + step) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    return [*range(first, end, step), end] if nbytes else [end]
+def _pieces(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield begins and ends of pieces of memory, cut between huge pages."""
+    begin, end = address, address + nbytes
+    while begin < end:
+        cut = min(end, (begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES + PIECE_BYTES)
+        yield begin, cut
+        begin = cut
 
 
-def _collapse(begin: int, end: int) -> int:
-    """Take huge pages for the whole ones between two addresses, as long as that is fast.
+class _HugePages:
+    """Asks for huge pages as long as the system gives them quickly; shared by threads.
 
-    Returns their number. What fails is left to who takes small pages.
+    Attributes
+    ----------
+    given : bool
+        False once they were refused, or slow over JUDGED_PIECES.
     """
-    first = -(-begin // HUGE_PAGE_BYTES)
-    last = end // HUGE_PAGE_BYTES
-    for at in range(first, last, COLLAPSED_PAGES):
-        count = min(COLLAPSED_PAGES, last - at)
+
+    def __init__(self) -> None:
+        self.given = True
+        self._last: deque[tuple[int, float]] = deque(maxlen=JUDGED_PIECES)  # bytes and seconds
+
+    def collapse(self, begin: int, end: int) -> None:
+        """Take huge pages for whole places between two addresses; the rest is left untaken."""
+        first = -(-begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+        nbytes = end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - first
+        if not self.given or nbytes <= 0:
+            return
         started = time.perf_counter()
-        for page in range(at, at + count):
-            if _advise(page * HUGE_PAGE_BYTES, mmap.PAGESIZE, _MADV_POPULATE_WRITE):
-                return at - first
-        if _advise(at * HUGE_PAGE_BYTES, count * HUGE_PAGE_BYTES, _MADV_COLLAPSE):
-            return at - first
-        seconds = time.perf_counter() - started
-        if count * HUGE_PAGE_BYTES < LEAST_COLLAPSED * seconds:
-            return at + count - first
-    return max(0, last - first)
+        for page in range(first, first + nbytes, HUGE_PAGE_BYTES):
+            if _advise(page, mmap.PAGESIZE, _MADV_POPULATE_WRITE):
+                self.given = False
+                return
+        if _advise(first, nbytes, _MADV_COLLAPSE):
+            self.given = False
+            return
+        self._last.append((nbytes, time.perf_counter() - started))
+        last = list(self._last)
+        taken_bytes, seconds = sum(n for n, _ in last), sum(s for _, s in last)
+        if len(last) == JUDGED_PIECES and taken_bytes < LEAST_COLLAPSED * seconds:
+            self.given = False
 
 
 def _populate(address: int, nbytes: int) -> int:
@@ -134,10 +162,16 @@ def _populate(address: int, nbytes: int) -> int:
 
 def _advise(address: int, nbytes: int, advice: int) -> int:
     """Call madvise without the interpreter's lock; return the system's error, or 0."""
-    advise = ctypes.CDLL(None, use_errno=True).madvise
-    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    advise = _madvise()
     while advise(address, nbytes, advice):
         error = ctypes.get_errno()
         if error != errno.EINTR:
             return error
     return 0
+
+
+@functools.cache
+def _madvise() -> Callable[[int, int, int], int]:
+    advise = ctypes.CDLL(None, use_errno=True).madvise
+    advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    return advise

@@ -93,7 +93,6 @@ def packed_words(rows: torch.Tensor, layout: RowLayout) -> tuple[torch.Tensor, t
     row_clusters = torch.empty(rows.shape[0] if f.clusters > 1 else 0, dtype=torch.uint8)
     kernel = packing().packed_words
     chunks = chunks_of(rows, f.chunk_bytes)
-    constants = constants_of(layout)
     # Kernels know one dtype of lengths: each further one is compiled again for every chunk width.
     wide, clusters_out = np.empty(rows.shape[0], np.uint32), row_clusters.numpy()
     if encoding_shorts().serves(layout):
@@ -105,6 +104,7 @@ def packed_words(rows: torch.Tensor, layout: RowLayout) -> tuple[torch.Tensor, t
         run_ranges(lambda begin, end: call(measure, *measured, begin, end), len(rows), f.row_bytes)
         unsigned(lengths)[:] = wide
         return lengths, row_clusters
+    constants = constants_of(layout)
 
     def work(begin: int, end: int) -> None:
         call(

@@ -92,15 +92,17 @@ def frequent_values(
 
 def _write_values(rows: torch.Tensor, table: CandidateTable, masks_and_values: Array) -> None:
     all_masks, values = masks_and_values[0], masks_and_values[1:]
-    turned: dict[int, Array] = {}
+    turned: dict[tuple[int, bool], Array] = {}
     for width, uniform, entries, same in _distinct(table, all_masks):
         if same is not None:
             values[:, entries] = values[:, same]
             continue
         # In 64 bits, whatever the width: compiled once, and hardly slower.
-        if width not in turned:
-            turned[width] = _columns(rows, width).astype(np.uint64)
-        columns = turned[width].reshape(1, -1) if uniform else turned[width]
+        key = width, bool(uniform)
+        if key not in turned:
+            some = chunks_of(rows, width).reshape(1, -1) if uniform else _columns(rows, width)
+            turned[key] = some.astype(np.uint64)
+        columns = turned[key]
         # Short chunks are places themselves; the others are spread over twice as many as there are.
         bits = 8 * width if 8 * width <= 16 and uniform else (2 * columns.shape[1]).bit_length()
         direct = bits == 8 * width

@@ -92,11 +92,11 @@ def tables_of(layout: RowLayout) -> ShortTables:
         bits = 8 * f.chunk_bytes
         section = layout.tables[0, :, 0].numpy()
         mask = int(section[0]) & ((1 << bits) - 1)
-        x = np.arange(1 << bits, dtype=np.uint32)
         codes = np.zeros(1 << bits, np.uint8)
+        unmasked = _unmasked(mask, bits)
         # The first of equal values has the code, as in rows.choose_codes.
         for code in range(f.values, 0, -1):
-            codes[(x & mask) == (int(section[code]) & mask)] = code
+            codes[unmasked | (int(section[code]) & mask)] = code
         values = np.full(MOST_VALUES, int(section[1]) & mask, np.uint16)
         values[: f.values] = section[1 : 1 + f.values] & mask
         found_runs = runs_of(((1 << bits) - 1) & ~mask, bits)
@@ -116,6 +116,13 @@ def tables_of(layout: RowLayout) -> ShortTables:
             together,
         )
     return found
+
+
+@lru_cache(maxsize=32)
+def _unmasked(mask: int, bits: int) -> Array:
+    """Return all chunks whose bits are 0 where the mask is 1; not to be written to."""
+    x = np.arange(1 << bits, dtype=np.int64)
+    return x[x & mask == 0]
 
 
 @lru_cache(maxsize=32)
