@@ -13,12 +13,13 @@ Every run has fresh inputs, the device is idle before it, runs of all ways take 
 is the best of the runs: other work of the machine only ever adds.
 
 The second table is a model trained with policy "auto": what a profile takes, with the decisions by
-it, and the share of a step that is when every 200th pass is profiled, as by default.
+it, how many passes lie between two profiles by default, and the share of a step that is.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
@@ -32,6 +33,7 @@ from timing import add_output, print_tables
 from torch import nn
 
 import bitslab
+from bitslab.activations.auto import PROFILE_EVERY, PROFILE_SHARE
 
 #: Operators of the chain, and elements of the tensor that each saves.
 TENSORS, ELEMENTS = 40, 1024
@@ -39,8 +41,6 @@ TENSORS, ELEMENTS = 40, 1024
 WARM_UP = 4
 #: Runs whose calls are counted: a compilation or a fit may fall into one.
 CALL_RUNS = 5
-EVERY = 200
-
 Way = Callable[[], AbstractContextManager[Any]]
 
 
@@ -194,12 +194,17 @@ def profile_rows(device: torch.device, runs: int) -> list[dict[str, Any]]:
     for _, offload in models.values():
         offload.detach()
     plain, profiled = (statistics.quantiles(taken, n=4)[0] for taken in pairs.values())
-    share = 100 * (profiled - plain) / (plain / 2) / EVERY
+    profile_steps = (profiled - plain) / (plain / 2)
+    every = max(PROFILE_EVERY, math.ceil(profile_steps / PROFILE_SHARE))
     return [
         {
             "step ms": 1e3 * plain / 2,
             "a profile ms": 1e3 * (profiled - plain),
-            f"share of a step, one of {EVERY} profiled, %": share,
+            f"share of a step, one of {PROFILE_EVERY} profiled, %": 100
+            * profile_steps
+            / PROFILE_EVERY,
+            "by default one of": every,
+            "share of a step, %": 100 * profile_steps / every,
         }
     ]
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import threading
+import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -31,6 +35,11 @@ from .traffic import SentBlob
 
 #: The first pass compiles kernels and is slow; this one is profiled too, whatever `every` is.
 WARM_PASS = 2
+#: Where `every` is not given: passes from one profile to the next at least, and the share of the
+#: passes' time that profiles and the decisions by them take of the host at most.
+PROFILE_EVERY, PROFILE_SHARE = 200, 0.001
+#: Passes whose times tell how long one is.
+TIMED_PASSES = 9
 
 
 class AutoPolicy:
@@ -40,8 +49,8 @@ class AutoPolicy:
     ----------
     codecs : Codecs
         What may be used.
-    every : int
-        Of so many passes one is profiled.
+    every : int or None
+        Of so many passes one is profiled; None: as often as PROFILE_EVERY and PROFILE_SHARE allow.
     limits : callable
         Returns how many bytes of a device may be under way, and how many copies ahead.
 
@@ -57,9 +66,9 @@ class AutoPolicy:
     """
 
     def __init__(
-        self, codecs: Codecs, every: int, limits: Callable[[torch.device], SwapLimits]
+        self, codecs: Codecs, every: int | None, limits: Callable[[torch.device], SwapLimits]
     ) -> None:
-        self._codecs, self._every, self._limits = codecs, max(1, every), limits
+        self._codecs, self._every, self._limits = codecs, every, limits
         self.history = DecisionHistory()
         self._lock = threading.Lock()
         self._passes = 0
@@ -75,6 +84,11 @@ class AutoPolicy:
         self._models = TimeModels(codecs)
         self._failure_reported = False
         self._epoch_began = False
+        #: The pass that was profiled last, what that took of the host, and when passes began.
+        self._last_profiled = 0
+        self._profile_s = 0.0
+        self._pass_s: deque[float] = deque(maxlen=TIMED_PASSES)
+        self._began_s: float | None = None
 
     def decide(self, site: Site) -> Choice:
         """Return what is done with the tensors of a site, as decided last."""
@@ -93,9 +107,16 @@ class AutoPolicy:
             number = self._passes
             self._passes += 1
             changed = False
-            if self._profiled is not None:
-                changed = self._evaluate(self._profiled)
-            due = number % self._every == 0 or number == WARM_PASS or self._epoch_began
+            began_s = time.perf_counter()
+            last = self._profiled
+            if last is not None:
+                changed = self._evaluate(last)
+                if last.profile is None:  # it is over
+                    self._profile_s += time.perf_counter() - began_s
+            elif self._began_s is not None:
+                self._pass_s.append(began_s - self._began_s)
+            self._began_s = time.perf_counter()
+            due = self._is_due(number) or number == WARM_PASS or self._epoch_began
             # Codecs that were not fitted to a GPU's tensors at the last profile: soon, then later.
             due |= self._codecs.was_fitting and number & (number - 1) == 0
             if self._profiled is None and (due or not self._profiles):
@@ -103,7 +124,18 @@ class AutoPolicy:
                 entered.profile = PassProfile(self._codecs)
                 self._profiled = entered
                 self._epoch_began = False
+                self._last_profiled = number
             return changed
+
+    def _is_due(self, number: int) -> bool:
+        """Return whether a pass is to be profiled because of its number."""
+        if self._every is not None:
+            return number % self._every == 0
+        interval = PROFILE_EVERY
+        if self._pass_s:
+            limit_s = PROFILE_SHARE * statistics.median(self._pass_s)
+            interval = max(interval, math.ceil(self._profile_s / limit_s))
+        return number - self._last_profiled >= interval
 
     def ended_forward(self, left: PassRecord) -> None:
         """Do nothing: the profile has recorded it."""
@@ -130,6 +162,7 @@ class AutoPolicy:
         if not profile.is_over:
             return False
         self._profiled = profiled.profile = None
+        self._profile_s = profile.host_s
         if not profile.is_used:  # the graph was dropped: another pass tells more
             return False
         self._profiles += 1

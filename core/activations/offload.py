@@ -38,8 +38,6 @@ from .verify import USUAL_EVERY, Verifier
 MIN_BYTES = 256 << 10
 #: Copies that are fetched before they are read.
 DEPTH = 3
-#: Forward passes from profile to profile.
-PROFILE_EVERY = 200
 #: What `stats` has of the disk's own figures.
 DISK_FIGURES = "written_bytes", "read_bytes", "forwarded_bytes"
 
@@ -84,9 +82,10 @@ class ActivationOffload:
         out, a 32nd of a GPU's memory, and 256 MiB at least.
     depth : int
         Number of tensors that are fetched before they are read, at most.
-    profile_every : int
+    profile_every : int, optional
         With policy "auto", of so many forward passes one is profiled and decided from; so are the
-        first, the third, and the first after `begin_epoch`.
+        first, the third, and the first after `begin_epoch`. When left out, every 200th, or fewer
+        where profiles would take more than a thousandth of the host's time.
     sm_budget : int, optional
         Multiprocessors of a GPU that encoding takes at most, beside what computes; as measured with
         policy "auto" and all with others when left out.
@@ -172,7 +171,7 @@ class ActivationOffload:
         verify: bool | int = False,
         in_flight_bytes: int | None = None,
         depth: int = DEPTH,
-        profile_every: int = PROFILE_EVERY,
+        profile_every: int | None = None,
         sm_budget: int | None = None,
         disk: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] | None = None,
         disk_bytes: int | None = None,
@@ -197,7 +196,8 @@ class ActivationOffload:
             _check_number(name, value)
         if in_flight_bytes is not None:
             _check_number("in_flight_bytes", in_flight_bytes)
-        _check_number("profile_every", profile_every, 1)
+        if profile_every is not None:
+            _check_number("profile_every", profile_every, 1)
         if sm_budget is not None:
             _check_number("sm_budget", sm_budget, 1)
         found = Codecs(codecs, lossy)

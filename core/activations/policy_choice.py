@@ -11,7 +11,7 @@ import torch
 from ..engine.advisor import SwapLimits
 from ..engine.advisor.planning import SLOWDOWN
 from ..errors import ArgumentError, ArgumentTypeError
-from .auto import AutoPolicy
+from .auto import PROFILE_EVERY, AutoPolicy
 from .memory_limit import checked_memory
 from .planned import PlannedPolicy
 from .policies import Codecs, FixedPolicy, Policy
@@ -22,7 +22,7 @@ def policy_of(
     policy: str,
     codecs: Codecs,
     *,
-    profile_every: int,
+    profile_every: int | None,
     limits: Callable[[torch.device], SwapLimits],
     memory: Any,
     slowdown: Any,
@@ -63,7 +63,7 @@ def _planned(
     slowdown: Any,
     recompute: Any,
     select: Select | None,
-    every: int,
+    every: int | None,
 ) -> PlannedPolicy:
     """Return the policy of `memory` and `slowdown`, or refuse what does not go with them."""
     if policy != "auto":
@@ -87,5 +87,5 @@ def _planned(
         slowdown=float(slowdown),
         recompute=recompute,
         select=select,
-        every=every,
+        every=PROFILE_EVERY if every is None else every,
     )

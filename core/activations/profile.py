@@ -7,7 +7,10 @@ that nothing waits for it.
 
 from __future__ import annotations
 
+import time
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -70,9 +73,15 @@ class PassProfile:
     ----------
     codecs : Codecs
         Whose ratios are wanted.
+
+    Attributes
+    ----------
+    host_s : float
+        Seconds that it took of the host so far.
     """
 
     def __init__(self, codecs: Codecs) -> None:
+        self.host_s = 0.0
         self._codecs = codecs
         self._saved: dict[str, _Saved] = {}
         self._reads: list[_Saved] = []
@@ -83,8 +92,8 @@ class PassProfile:
 
     def saved(self, copy: StoredCopy, site: Site, flat: torch.Tensor, begin: Moment) -> None:
         """Record a tensor that was moved, ``[n]``; its hook began at a moment, and ends now."""
-        sample = sample_of(flat)
-        with torch.no_grad():
+        with self._counted_time(), torch.no_grad():
+            sample = sample_of(flat)
             used = encoded_bytes(self._codecs, site, flat, sample)
             zeros = count_zeros(flat)
         self._saved[copy.name] = _Saved(
@@ -97,6 +106,12 @@ class PassProfile:
             used,
             sample.nbytes,
         )
+
+    @contextmanager
+    def _counted_time(self) -> Iterator[None]:
+        began_s = time.perf_counter()
+        yield
+        self.host_s += time.perf_counter() - began_s
 
     def read(self, copy: StoredCopy, begin: Moment) -> None:
         """Record that a copy was read; its hook began at a moment, and ends now."""
@@ -131,7 +146,8 @@ class PassProfile:
     def _read_back(self) -> None:
         """Begin to copy what was counted to the host."""
         assert self._ends is not None
-        self._counted = {device: self._to_host(device) for device in self._ends}
+        with self._counted_time():
+            self._counted = {device: self._to_host(device) for device in self._ends}
 
     def _saved_on(self, device: torch.device) -> list[_Saved]:
         return [s for s in self._saved.values() if s.site.device == device]

@@ -21,6 +21,7 @@ from bitslab.activations import time_models
 from bitslab.activations.policies import USUAL_CODECS, Codecs
 from bitslab.activations.traffic import TIMED_EVERY
 from bitslab.engine import advisor
+from bitslab.engine import codecs as codecs_module
 
 pytestmark = pytest.mark.usefixtures("quick_measuring", "one_thread")
 
@@ -95,6 +96,50 @@ def test_profiles_come_every_so_many_passes(link: Callable[[float], None]) -> No
     train(model, 12)
     # Passes 0, 2, 5 and 10, each evaluated when the one after it begins.
     assert len({row["epoch"] for row in offload.report().decisions}) == 4
+    offload.detach()
+
+
+class Clock:
+    """In the place of ``time``: seconds pass where a test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+@pytest.mark.parametrize(
+    ("profile_ms", "interval"), [(0.1, 5), (4.0, 5), (7.5, 8), (29.5, 30)], ids=str
+)
+def test_profiles_take_a_share_of_the_time_at_most(
+    link: Callable[[float], None],
+    monkeypatch: pytest.MonkeyPatch,
+    profile_ms: float,
+    interval: int,
+) -> None:
+    link(SLOW)
+    clock, profiled, number = Clock(), [], [0]
+    monkeypatch.setattr(auto_module, "PROFILE_EVERY", 5)
+    monkeypatch.setattr(auto_module, "PROFILE_SHARE", 0.1)
+    real = codecs_module.count_zeros
+
+    def count_zeros(flat: torch.Tensor) -> torch.Tensor:
+        profiled.append(number[0])
+        clock.now_s += profile_ms / 1e3
+        return real(flat)
+
+    monkeypatch.setattr(profile_module, "count_zeros", count_zeros)
+    for module in (auto_module, profile_module):
+        monkeypatch.setattr(module, "time", clock)
+    model = nn.Sequential(nn.Linear(256, 64), nn.Tanh())  # of which one tensor is moved
+    offload = attach(model)
+    for number[0] in range(100):
+        train(model, 1)
+        clock.now_s += 0.01
+    assert profiled[:2] == [0, 2]  # the first one, and the one behind what compiles
+    distances = {after - before for before, after in itertools.pairwise(profiled[1:])}
+    assert distances == {interval}
     offload.detach()
 
 
