@@ -166,21 +166,13 @@ class RowStore:
             if self._stale_rows > REFILL_SHARE * self.packed_rows:
                 self.fill(self.hot)
 
-    def record_rewritten(self, n_rows: int, moved_bytes: int) -> None:
-        """Record that a GPU has given rows new values; pack the table again where `update` would.
+    def record_rewritten(self, n_rows: int) -> None:
+        """Record that a GPU has given so many rows new values since the last call.
 
-        Parameters
-        ----------
-        n_rows : int
-            Rows since the last call.
-        moved_bytes : int
-            Bytes of all rows that outgrew their place, about.
+        The table is not packed again for it: a step of training would stop for seconds. Rows that
+        outgrow their place take memory meanwhile, at most that of all rows, until `tidy`.
         """
         self._rewritten_rows += n_rows
-        if self._rewritten_rows > REWRITTEN_SHARE * len(self.table) and moved_bytes > max(
-            REPACK_BYTES, REPACK_SHARE * self.table.nbytes
-        ):
-            self._pack_anew()
 
     def tidy(self) -> None:
         """Pack the table again if rows that outgrew their place take more than they should."""

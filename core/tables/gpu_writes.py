@@ -72,17 +72,27 @@ class GpuWrites:
 
     # On the device
 
-    def reserve(self, n_rows: int) -> None:
-        """Make room for so many rows; this waits for the GPU only when the overflow area grows."""
+    def reserve(self, n_rows: int) -> bool:
+        """Make room for so many rows; this waits for the GPU only when the overflow area grows.
+
+        Returns
+        -------
+        bool
+            False where there is no memory for it that the GPU can reach: the host is to pack them.
+        """
         if self._has_room(n_rows):
-            return
+            return True
         self._wait()  # then the report is exact
         if self._has_room(n_rows):
-            return
+            return True
         with self._table_lock.writing(), self._lock:  # in the order of those who read
             self.finish()
-            with torch.inference_mode(False):
-                self._grow(n_rows)
+            try:
+                with torch.inference_mode(False):
+                    self._grow(n_rows)
+            except BitslabError:
+                return False
+        return True
 
     @property
     def _used(self) -> int:
@@ -104,6 +114,7 @@ class GpuWrites:
     def _grow(self, n_rows: int) -> None:
         """Have room for `n_rows`, and for some batches more; the GPU writes nothing meanwhile."""
         rows, parts, stale = self.rows, self.rows.parts, None
+        self._places = None  # unless all of this succeeds
         if parts.layout == "inplace":
             # What a row may grow to, for those who fetch it.
             facts = parts.facts
@@ -132,10 +143,7 @@ class GpuWrites:
 
     def _check_locked(self, memory: HostBuffer) -> None:
         if self.device.type == "cuda" and not memory.ensure_pinned():
-            raise BitslabError(
-                f"table: {memory.nbytes} bytes for rows that outgrow their place could not be "
-                "page-locked; give ids on the CPU, or raise the limit of locked memory"
-            )
+            raise BitslabError(f"table: {memory.nbytes} bytes could not be page-locked")
 
     def write(self, batch: LeavingRows) -> None:
         """Pack rows into the table, for as many of which there is room, on torch's current stream.
@@ -161,11 +169,6 @@ class GpuWrites:
         """Return how many rows the GPU has reported as written since the last call."""
         before, self._counted = self._counted, int(self._report[1])
         return self._counted - before
-
-    @property
-    def moved_bytes(self) -> int:
-        """Bytes of the overflow area that were in use at the last report, about."""
-        return 4 * self.rows.parts.row_words * self._used
 
     # On the host
 

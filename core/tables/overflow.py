@@ -9,6 +9,7 @@ import torch
 
 from ..engine.kernels.format import PAD_WORDS, ceil_div
 from ..engine.memory.host import HostBuffer
+from ..errors import BitslabError
 
 FIRST_BYTES = 64 << 10  # initial capacity for rows
 
@@ -31,6 +32,7 @@ class Overflow:
     """
 
     def __init__(self, n_rows: int, row_words: int, *, pin: bool) -> None:
+        self._n_rows = n_rows
         self._row_words = row_words
         self._pin = pin
         self._moved = torch.zeros(ceil_div(n_rows, 32), dtype=torch.int32)
@@ -93,7 +95,13 @@ class Overflow:
             return None
         old = self._buffer
         least = FIRST_BYTES // (4 * self._row_words)
-        fresh = self._allocate(max(capacity + missing, 2 * capacity, least))
+        ahead = min(self._n_rows, max(2 * capacity, least))  # all rows at the most
+        try:
+            fresh = self._allocate(max(capacity + missing, ahead))
+        except BitslabError:
+            if ahead <= capacity + missing:
+                raise
+            fresh = self._allocate(capacity + missing)
         fresh.tensor[: 4 * self._used * self._row_words] = old.tensor[
             : 4 * self._used * self._row_words
         ]

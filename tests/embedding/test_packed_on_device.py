@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from bitslab import CompressedTable, SlabCache
+from bitslab import BitslabError, CompressedTable, SlabCache
 from bitslab.embedding import store
 from bitslab.tables.gpu_writes import GpuWrites
 from bitslab.tables.overflow import Overflow
@@ -66,13 +66,13 @@ def rows_in_slots(pair: Pair) -> torch.Tensor:
     return pair.rows.device_slots.columns.row_in
 
 
+def refused(*args, **kwargs):
+    raise AssertionError("the host was asked")
+
+
 @contextlib.contextmanager
 def without_the_host():
     """Refuse that the host packs rows into a table, or looks at what a GPU has packed."""
-
-    def refused(*args, **kwargs):
-        raise AssertionError("the host was asked")
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CompressedTable, "update", refused)
         patch.setattr(GpuWrites, "finish", refused)
@@ -187,21 +187,55 @@ def test_the_overflow_area_grows_before_it_is_full(runner, monkeypatch):
     pair.check()
 
 
-def test_the_table_is_packed_again_when_rows_have_outgrown_their_places(runner, monkeypatch):
+def test_no_step_packs_the_table_again_but_a_flush_does(runner, monkeypatch):
+    """That is a pass over all rows, which takes seconds of a large table."""
     monkeypatch.setattr(store, "REPACK_BYTES", 0)
     monkeypatch.setattr("bitslab.tables.overflow.FIRST_BYTES", 0)
     pair = made(cache_rows=4)
-    packed_again = []
-    was = CompressedTable.compact
+    with monkeypatch.context() as patch:
+        patch.setattr(CompressedTable, "compact", refused)
+        for number in range(40):
+            scale(pair, [(5 * number + k) % N_ROWS for k in range(5)], 1e15)
+    moved = pair.rows.table.stats()["moved_rows"]
+    assert moved > N_ROWS / 2 and overflow_of(pair).capacity <= N_ROWS
+    pair.rows.flush()
+    assert pair.rows.table.stats()["moved_rows"] < N_ROWS / 10  # of the last rows written back
+    scale(pair, [1, 2, 3], 1e15)
+    assert writes_or_none(pair) is not None
+    pair.check()
 
-    def compact(self, *args, **kwargs):
-        packed_again.append(writes_of(pair).moved_bytes)
-        was(self, *args, **kwargs)
 
-    monkeypatch.setattr(CompressedTable, "compact", compact)
-    for number in range(30):
-        scale(pair, [(5 * number + k) % N_ROWS for k in range(5)], 1e15)
-    assert 1 <= len(packed_again) < 10 and min(packed_again) > 0
+@pytest.mark.parametrize("lacks", ["memory", "locking"])
+def test_where_memory_is_refused_the_host_packs_rows(runner, monkeypatch, lacks):
+    monkeypatch.setattr("bitslab.tables.overflow.FIRST_BYTES", 0)
+    monkeypatch.setattr("bitslab.tables.gpu_writes.BATCHES_AHEAD", 1)
+    pair, by_host = made(cache_rows=4), []
+    reserve, locked = Overflow.reserve_behind, GpuWrites._check_locked
+
+    def refuse(self, rows):
+        if self.used + rows > 8:  # the host asks for as much as it needs alone
+            raise BitslabError("nbytes: none are available")
+        return reserve(self, rows)
+
+    def refuse_lock(self, memory):
+        if memory.nbytes > 8 * DIM * 4:
+            raise BitslabError("table: could not be page-locked")
+        locked(self, memory)
+
+    with monkeypatch.context() as patch:
+        if lacks == "memory":
+            patch.setattr(Overflow, "reserve_behind", refuse)
+        else:
+            patch.setattr(GpuWrites, "_check_locked", refuse_lock)
+        for number, ids in enumerate(drawn(9, 16, most=4)):
+            scale(pair, ids, (1e12, 1.0, 1e-12)[number % 3] if number < 8 else 1.0)
+            assert pair.rows.owned_by_device
+            by_host.append(writes_or_none(pair) is None)
+        pair.check()
+    assert any(by_host)
+    for ids in drawn(10, 8):
+        scale(pair, ids, 1e3)
+    assert writes_or_none(pair) is not None
     pair.check()
 
 
