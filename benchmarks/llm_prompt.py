@@ -194,13 +194,15 @@ def request(model: Any, cache: Any, ids: torch.Tensor) -> Request:
     start = time.perf_counter()
     if on_gpu:
         events[0].record()
-    logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    try:
+        logits = model(ids, past_key_values=cache, logits_to_keep=1).logits
+    finally:
+        gc.callbacks.remove(collector)
     host = time.perf_counter() - start
     if on_gpu:
         events[1].record()
     _wait(ids.device)
     prompt = time.perf_counter() - start
-    gc.callbacks.remove(collector)
     times, tokens = [], [logits[:, -1].argmax(-1)]
     for _ in range(NEW_TOKENS - 1):
         start = time.perf_counter()

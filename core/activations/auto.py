@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import threading
 import time
@@ -35,11 +34,14 @@ from .traffic import SentBlob
 
 #: The first pass compiles kernels and is slow; this one is profiled too, whatever `every` is.
 WARM_PASS = 2
-#: Where `every` is not given: passes from one profile to the next at least, and the share of the
-#: passes' time that profiles and the decisions by them take of the host at most.
-PROFILE_EVERY, PROFILE_SHARE = 200, 0.001
-#: Passes whose times tell how long one is.
-TIMED_PASSES = 9
+#: Where `every` is not given: passes from one profile to the next at least, and how often that is
+#: doubled at most. Doubled, so that ranks whose times differ a little profile the same passes.
+PROFILE_EVERY, MOST_DOUBLINGS = 200, 4
+#: Share of the passes' time that profiles and the decisions by them are to take of the host: a
+#: thousandth with what is not counted, some sixth of it.
+PROFILE_SHARE = 0.8e-3
+#: Profiles, and passes between them, whose median times count.
+TIMED_PROFILES, TIMED_PASSES = 3, 9
 
 
 class AutoPolicy:
@@ -50,7 +52,7 @@ class AutoPolicy:
     codecs : Codecs
         What may be used.
     every : int or None
-        Of so many passes one is profiled; None: as often as PROFILE_EVERY and PROFILE_SHARE allow.
+        Of so many passes one is profiled; None: as `interval` says.
     limits : callable
         Returns how many bytes of a device may be under way, and how many copies ahead.
 
@@ -84,9 +86,8 @@ class AutoPolicy:
         self._models = TimeModels(codecs)
         self._failure_reported = False
         self._epoch_began = False
-        #: The pass that was profiled last, what that took of the host, and when passes began.
-        self._last_profiled = 0
-        self._profile_s = 0.0
+        #: What profiles and passes took of the host, and when the last pass began.
+        self._profile_s: deque[float] = deque(maxlen=TIMED_PROFILES)
         self._pass_s: deque[float] = deque(maxlen=TIMED_PASSES)
         self._began_s: float | None = None
 
@@ -110,13 +111,16 @@ class AutoPolicy:
             began_s = time.perf_counter()
             last = self._profiled
             if last is not None:
+                profile = last.profile
                 changed = self._evaluate(last)
-                if last.profile is None:  # it is over
-                    self._profile_s += time.perf_counter() - began_s
+                # The first one compiles and measures; one whose graph was dropped is no example.
+                if isinstance(profile, PassProfile) and changed and self._profiles > 1:
+                    self._profile_s.append(profile.host_s + time.perf_counter() - began_s)
             elif self._began_s is not None:
                 self._pass_s.append(began_s - self._began_s)
             self._began_s = time.perf_counter()
-            due = self._is_due(number) or number == WARM_PASS or self._epoch_began
+            due = number % (self._every or self.interval) == 0
+            due |= number == WARM_PASS or self._epoch_began
             # Codecs that were not fitted to a GPU's tensors at the last profile: soon, then later.
             due |= self._codecs.was_fitting and number & (number - 1) == 0
             if self._profiled is None and (due or not self._profiles):
@@ -124,25 +128,34 @@ class AutoPolicy:
                 entered.profile = PassProfile(self._codecs)
                 self._profiled = entered
                 self._epoch_began = False
-                self._last_profiled = number
             return changed
 
-    def _is_due(self, number: int) -> bool:
-        """Return whether a pass is to be profiled because of its number."""
-        if self._every is not None:
-            return number % self._every == 0
+    @property
+    def interval(self) -> int:
+        """Passes from one profile to the next where `every` is not given."""
         interval = PROFILE_EVERY
-        if self._pass_s:
+        if self._profile_s and self._pass_s:
             limit_s = PROFILE_SHARE * statistics.median(self._pass_s)
-            interval = max(interval, math.ceil(self._profile_s / limit_s))
-        return number - self._last_profiled >= interval
+            profile_s = statistics.median(self._profile_s)
+            while profile_s > interval * limit_s and interval < PROFILE_EVERY << MOST_DOUBLINGS:
+                interval *= 2
+        return interval
 
     def ended_forward(self, left: PassRecord) -> None:
         """Do nothing: the profile has recorded it."""
 
     def notes(self) -> list[str]:
-        """Return what a disk would have to carry; `rows` says what was decided."""
-        return [self._disk_note] if self._disk_note else []
+        """Return how often passes are profiled, and what a disk would have to carry."""
+        found = [self._disk_note] if self._disk_note else []
+        if self._profile_s and self._pass_s:
+            profile_ms, pass_ms = (
+                1e3 * statistics.median(seconds) for seconds in (self._profile_s, self._pass_s)
+            )
+            found.append(
+                f"One of {self._every or self.interval} passes is profiled, which takes "
+                f"{profile_ms:.3g} ms of the host; a pass takes {pass_ms:.3g}."
+            )
+        return found
 
     def packed_bytes(self, site: str) -> float:
         """Return 0: nothing is packed on the device."""
@@ -162,7 +175,6 @@ class AutoPolicy:
         if not profile.is_over:
             return False
         self._profiled = profiled.profile = None
-        self._profile_s = profile.host_s
         if not profile.is_used:  # the graph was dropped: another pass tells more
             return False
         self._profiles += 1

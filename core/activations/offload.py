@@ -84,8 +84,9 @@ class ActivationOffload:
         Number of tensors that are fetched before they are read, at most.
     profile_every : int, optional
         With policy "auto", of so many forward passes one is profiled and decided from; so are the
-        first, the third, and the first after `begin_epoch`. When left out, every 200th, or fewer
-        where profiles would take more than a thousandth of the host's time.
+        first, the third, and the first after `begin_epoch`. When left out, every 200th; or 400th,
+        800th, 1,600th or 3,200th where those would take more than a thousandth of the host's time,
+        and `report` says which. With `memory` or `slowdown` every 200th.
     sm_budget : int, optional
         Multiprocessors of a GPU that encoding takes at most, beside what computes; as measured with
         policy "auto" and all with others when left out.

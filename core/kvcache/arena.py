@@ -24,8 +24,9 @@ MIN_PIECE_WORDS = 1 << 14
 GROWTH = 8
 #: What is wanted comes in up to about so many parts where free memory lies in pieces.
 PARTS = 4
-#: Reservations that are made ahead at once: what is expected may not come.
-AHEAD = 2
+#: Reservations that are made ahead at once: what is expected may not come. And their bytes at most,
+#: where histories have less than GROWTH times as much: they take 10 to 80 ms.
+AHEAD, MOST_AHEAD_BYTES = 2, 512 << 20
 
 
 class HostArena:
@@ -45,7 +46,8 @@ class HostArena:
     pin : bool
         Whether to page-lock the memory for GPUs.
     slab_bytes : int
-        Size of a reservation up to which memory is taken ahead, or an eighth of what is there.
+        Size of a reservation up to which memory is taken ahead, or an eighth of what is there, or
+        of what is expected, up to MOST_AHEAD_BYTES.
     histories : int
         Histories that are expected to take memory in all.
     """
@@ -206,7 +208,6 @@ class HostArena:
     def _make_ahead(self, arena: Arena) -> None:
         """Start to reserve what is expected to be needed."""
         missing = 4 * self._expected_words - self._rest_bytes - self._ahead_bytes
-        slab_bytes = max(self._slab_bytes, self._held_bytes // GROWTH, missing // GROWTH)
         if self._allowed_words is not None:
             missing = min(missing, self._room_bytes(self._allowed_soon_words))
         if missing > 0:
@@ -216,6 +217,9 @@ class HostArena:
             # where only the room ahead is missing that `expect` is given with the words.
             free = arena.free_bytes(pin=self._pin_kind, private=self._pin)
             missing = 0 if free >= missing - missing // (GROWTH + 1) else missing - free
+        # Few large ones; but who waits for the first launches nothing meanwhile.
+        slab_bytes = min(missing // GROWTH, MOST_AHEAD_BYTES)
+        slab_bytes = max(self._slab_bytes, self._held_bytes // GROWTH, slab_bytes)
         while missing > 0 and len(self._ahead) < AHEAD:
             nbytes = _whole_words(min(slab_bytes, max(missing, 4 * MIN_PIECE_WORDS)))
             made = arena.reserve_soon(nbytes, pin=self._pin_kind, private=self._pin)

@@ -46,12 +46,12 @@ class Packs(Protocol):
         ...
 
 
-@dataclass(frozen=True)
+@dataclass
 class Queued:
-    """A history in the queue, and the appends of the queue before it came."""
+    """A history in the queue, and how many appends there were when its sample began; or None."""
 
     history: ref[Packs]
-    since: int
+    since: int | None
 
 
 class PackingQueue:
@@ -81,13 +81,14 @@ class PackingQueue:
     def add(self, history: Packs) -> None:
         """Go on with a history whenever others append, until nothing of it is on its way."""
         if all(history is not other for other in self._there()):
-            self.histories.append(Queued(ref(history), self._appends))
+            since = self._appends if history.samples else None
+            self.histories.append(Queued(ref(history), since))
 
     def advance(self) -> None:
         """Go on with all histories as far as that needs no waiting, and wait where there are many.
 
-        For each append. A history whose sample came with the last LEAD of them is left alone where
-        they are not many.
+        For each append. A history whose sample began with the last LEAD of them is left alone,
+        unless unpacked tokens of such take more than MOST_BYTES.
 
         Raises
         ------
@@ -98,11 +99,18 @@ class PackingQueue:
         if not self.histories:
             return
         self._appends += 1
+        samples_bytes = sum(h.tail.nbytes for h in self._there() if h.samples)
         for queued in list(self.histories):
             history = queued.history()
-            if history is None or (history.samples and self._appends - queued.since <= LEAD):
+            if history is None:
                 continue
-            _pack_on(history, wait=False)
+            if not history.samples:
+                queued.since = None
+            elif queued.since is None:  # a second one: the codec that was kept did not suit
+                queued.since = self._appends
+            early = queued.since is not None and self._appends - queued.since <= LEAD
+            if not early or samples_bytes > MOST_BYTES:
+                _pack_on(history, wait=False)
         there = self._drop_packed()
         for state in ("samples", "packs"):
             waiting = [history for history in there if getattr(history, state)]

@@ -143,7 +143,7 @@ class HostWords:
             self._ahead_words = n_words
 
     def expect(self, n_words: int, raw_words: int, *, tokens: int) -> None:
-        """Make memory ready while the device packs, in the arena's threads."""
+        """Make memory ready while the device packs, in the arena's thread."""
         wanted = min(max(n_words + n_words // GROWTH, MIN_PIECE_WORDS), raw_words)
         # A history whose tokens were removed has kept its pieces, as the others have theirs.
         self._arena.expect(max(0, wanted - self.nbytes // 4), raw_words, tokens)

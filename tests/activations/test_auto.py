@@ -19,6 +19,7 @@ from bitslab.activations import hooks as hooks_module
 from bitslab.activations import profile as profile_module
 from bitslab.activations import time_models
 from bitslab.activations.policies import USUAL_CODECS, Codecs
+from bitslab.activations.profile import PassProfile
 from bitslab.activations.traffic import TIMED_EVERY
 from bitslab.engine import advisor
 from bitslab.engine import codecs as codecs_module
@@ -103,44 +104,79 @@ class Clock:
     """In the place of ``time``: seconds pass where a test says so."""
 
     def __init__(self) -> None:
-        self.now_s = 0.0
+        self.now_s, self.passes = 0.0, 0
 
     def perf_counter(self) -> float:
         return self.now_s
 
 
-@pytest.mark.parametrize(
-    ("profile_ms", "interval"), [(0.1, 5), (4.0, 5), (7.5, 8), (29.5, 30)], ids=str
-)
-def test_profiles_take_a_share_of_the_time_at_most(
-    link: Callable[[float], None],
-    monkeypatch: pytest.MonkeyPatch,
-    profile_ms: float,
-    interval: int,
-) -> None:
+@pytest.fixture
+def profiled(link: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Trains with a clock that a test sets, and returns the numbers of the passes profiled."""
     link(SLOW)
-    clock, profiled, number = Clock(), [], [0]
+    clock = Clock()
     monkeypatch.setattr(auto_module, "PROFILE_EVERY", 5)
     monkeypatch.setattr(auto_module, "PROFILE_SHARE", 0.1)
-    real = codecs_module.count_zeros
-
-    def count_zeros(flat: torch.Tensor) -> torch.Tensor:
-        profiled.append(number[0])
-        clock.now_s += profile_ms / 1e3
-        return real(flat)
-
-    monkeypatch.setattr(profile_module, "count_zeros", count_zeros)
     for module in (auto_module, profile_module):
         monkeypatch.setattr(module, "time", clock)
-    model = nn.Sequential(nn.Linear(256, 64), nn.Tanh())  # of which one tensor is moved
-    offload = attach(model)
-    for number[0] in range(100):
-        train(model, 1)
-        clock.now_s += 0.01
-    assert profiled[:2] == [0, 2]  # the first one, and the one behind what compiles
-    distances = {after - before for before, after in itertools.pairwise(profiled[1:])}
-    assert distances == {interval}
-    offload.detach()
+    count, read_back, decide = (
+        codecs_module.count_zeros,
+        PassProfile._to_host,
+        advisor.decide,
+    )
+
+    def run(
+        passes: int, profile_ms: Callable[[int], float], where: str, pass_ms: float = 10.0
+    ) -> list[int]:
+        seen: list[int] = []
+
+        def spend(what: str) -> None:
+            clock.now_s += profile_ms(len(seen) - 1) / 1e3 if what == where else 0.0
+
+        def count_zeros(flat: torch.Tensor) -> torch.Tensor:
+            seen.append(clock.passes)
+            spend("counting")
+            return count(flat)
+
+        def counted(self: Any, device: torch.device) -> Any:
+            spend("reading back")
+            return read_back(self, device)
+
+        def decided(*args: Any, **more: Any) -> Any:
+            spend("deciding")
+            return decide(*args, **more)
+
+        monkeypatch.setattr(profile_module, "count_zeros", count_zeros)
+        monkeypatch.setattr(PassProfile, "_to_host", counted)
+        monkeypatch.setattr(auto_module, "decide", decided)
+        model = nn.Sequential(nn.Linear(256, 64), nn.Tanh())  # of which one tensor is moved
+        offload = attach(model)
+        for clock.passes in range(passes):
+            train(model, 1)
+            clock.now_s += pass_ms / 1e3
+        offload.detach()
+        return seen
+
+    return run
+
+
+@pytest.mark.parametrize("where", ["counting", "reading back", "deciding"])
+@pytest.mark.parametrize(
+    ("profile_ms", "interval"), [(0.1, 5), (4.0, 5), (7.5, 10), (29.5, 40), (1e6, 80)], ids=str
+)
+def test_profiles_take_a_share_of_the_time_at_most(
+    profiled: Any, profile_ms: float, interval: int, where: str
+) -> None:
+    seen = profiled(200, lambda i: profile_ms, where)
+    # The first one, and the one behind what compiles; then by numbers, which ranks agree on.
+    assert seen == [0, 2, *range(interval, 200, interval)]
+
+
+def test_a_slow_profile_or_two_change_little(profiled: Any) -> None:
+    seen = profiled(400, lambda i: 3000.0 if i in (1, 4) else 0.1, "counting")
+    assert seen[:2] == [0, 2] and seen[2] == 80  # not before what the slow one asks for
+    assert {after - before for before, after in itertools.pairwise(seen[5:])} <= {5, 80}
+    assert sum(n >= 200 for n in seen) > 10
 
 
 def test_codecs_are_fitted_anew_when_ratios_drift(

@@ -153,12 +153,13 @@ def test_raw_tokens_of_few_layers_are_held(
     assert_same(layers, tokens)
 
 
+@pytest.mark.parametrize("lead", [0, 1, 2, 3, 4, 5])
 @pytest.mark.parametrize("second", [False, True], ids=["first cache", "second cache"])
-def test_codecs_are_fitted_behind_the_layers_that_come_next(
-    device: Device, second: bool, monkeypatch: pytest.MonkeyPatch
+def test_codecs_are_fitted_behind_the_appends_that_come_next(
+    device: Device, second: bool, lead: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """So that the device has their work meanwhile; what needs no fit is packed at once."""
-    monkeypatch.setattr(packing_queue, "LEAD", 4)
+    monkeypatch.setattr(packing_queue, "LEAD", lead)
     if second:
         before = Layers(6)
         before.feed(prompts(6))
@@ -171,7 +172,8 @@ def test_codecs_are_fitted_behind_the_layers_that_come_next(
         device.done = True  # what was copied meanwhile is there
         layers.queue.advance()  # as an append to another layer does
         began.append([bool(other.packs or other.packed_tokens) for other in layers.histories])
-    behind = 0 if second else 2  # appends of two each
+    # An append and an advance for each: the next one behind `lead` of them that finds the sample.
+    behind = 0 if second else (lead + 1) // 2
     assert began == [[i <= n - behind for i in range(6)] for n in range(6)]
     for _ in range(6):  # tokens behind the prompt
         for history in layers.histories:
@@ -179,6 +181,26 @@ def test_codecs_are_fitted_behind_the_layers_that_come_next(
     assert min(layers.packed) > TOKENS - 8 - 16 and not len(layers.queue)
     every = [torch.cat([t, *[each[:, :, :1]] * 6], dim=2) for t in tokens]
     assert_same(layers, every)
+
+
+def test_codecs_are_fitted_as_soon_as_samples_are_there_where_much_waits(
+    device: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing_queue, "LEAD", 100)
+    monkeypatch.setattr(packing_queue, "MOST_BYTES", 3 * RAW_BYTES)
+    layers, tokens = Layers(5), prompts(5)
+    for history, each in zip(layers.histories[:3], tokens[:3], strict=True):
+        history.append(each)
+    device.done = True
+    layers.queue.advance()
+    assert layers.packed == [0] * 5 and not any(history.packs for history in layers.histories)
+    device.done = False
+    layers.histories[3].append(tokens[3])
+    device.waits.clear()  # for the oldest, of which there were too many
+    device.done = True
+    layers.queue.advance()
+    assert all(history.packs or history.packed_tokens for history in layers.histories[:3])
+    assert device.waits == []
 
 
 def test_all_pieces_of_a_prompt_are_in_flight_together(

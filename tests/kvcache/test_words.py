@@ -96,6 +96,21 @@ def test_what_is_expected_comes_from_a_thread(buffers: Buffers, slab_pieces: flo
     assert arena.nbytes <= max(taken, 4 * PIECE * slab_pieces) + room
 
 
+@pytest.mark.parametrize(
+    ("expected_mib", "ahead_kib"), [(0.5, 64), (1, 128), (4, 256), (64, 256)], ids=str
+)
+def test_much_that_is_expected_comes_in_few_buffers_of_a_bounded_size(
+    buffers: Buffers, monkeypatch: pytest.MonkeyPatch, expected_mib: float, ahead_kib: int
+) -> None:
+    monkeypatch.setattr(arenas, "MOST_AHEAD_BYTES", 256 << 10)
+    arena = HostArena(pin=False, slab_bytes=64 << 10, histories=16)
+    words = int(expected_mib * (1 << 20)) // 4 // 16
+    arena.expect(words, 2 * words, tokens=10)
+    while arena._ahead:
+        arena._ahead.popleft()[0].result()
+    assert buffers.ahead[:AHEAD] == [ahead_kib << 10] * AHEAD
+
+
 def test_what_is_expected_and_does_not_come_costs_few_buffers(buffers: Buffers) -> None:
     arena = HostArena(pin=False, slab_bytes=4 * PIECE)
     pieces = [arena.take(PIECE, PIECE, others=1000), arena.take(PIECE, PIECE)]

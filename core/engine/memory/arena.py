@@ -18,8 +18,8 @@ from .host import HostBuffer, Pin
 from .pieces import Event, Kind, LeftRange, Pending, Reservation, Slab, Taken, aligned
 
 THREAD_NAME = "bitslab-arena"
-#: With two, pages would be taken while others are page-locked, which then takes longer; and the
-#: driver keeps everyone waiting who launches kernels meanwhile.
+#: With two, pages of one reservation ahead would be taken while those of another are page-locked,
+#: which takes longer then; and the driver keeps everyone waiting who launches kernels meanwhile.
 THREADS = 1
 #: Buffers of a kind take so many times what was in use at one time, at most, where some are wholly
 #: free.

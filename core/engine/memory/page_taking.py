@@ -8,7 +8,8 @@ locked range by range would have to be copied range by range as well.
 Threads take pieces of the range in turn. A call of the system holds the lock of the process's
 address space as long as it takes pages, and whatever changes that space (a mapping, the stack of a
 new thread) waits for the lock, with all other takers behind it. By one long call for each thread,
-eight threads were as slow as one.
+four threads and eight were as slow as one. Pieces are small where nothing else runs Python, and
+become larger where a thread waits for the interpreter's lock longer than it takes pages.
 
 Huge pages are locked in half the time. The system has none for memory files unless its
 administrator says so; but where the first page of each of their places is taken, Linux from 6.1 on
@@ -18,6 +19,7 @@ refused, or slow, because memory is in small parts.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
@@ -25,8 +27,7 @@ import mmap
 import os
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 #: Bytes for each thread: starting one takes as long as the pages of some megabytes.
 MIN_SHARED_BYTES = 16 << 20
@@ -34,12 +35,12 @@ MIN_SHARED_BYTES = 16 << 20
 MAX_THREADS = 8
 
 HUGE_PAGE_BYTES = 2 << 20
-#: What a thread takes at a time, cut between huge pages: some tenths of a millisecond's work, which
-#: is how long others wait for the lock.
-PIECE_BYTES = HUGE_PAGE_BYTES
-#: The rate of a thread below which no more huge pages are asked for, in bytes a second over so many
-#: pieces: small pages are taken at 0.5 to 2 GB/s, and locked more slowly.
-LEAST_COLLAPSED, JUDGED_PIECES = 0.25e9, 16
+#: What a thread takes at a time, cut between huge pages: little, so that others wait shortly for
+#: the lock of the address space, and up to so much where it waits for the interpreter's.
+PIECE_BYTES, MOST_PIECE_BYTES = HUGE_PAGE_BYTES, 64 << 20
+#: The rate below which a thread asks for no more huge pages, in bytes a second of its own time over
+#: so many bytes: small pages are taken at 0.5 to 2 GB/s, and locked more slowly.
+LEAST_COLLAPSED, JUDGED_BYTES = 0.25e9, 32 << 20
 
 _MADV_POPULATE_WRITE, _MADV_COLLAPSE = 23, 25  # Python has no names for them
 #: What systems before Linux 5.14 answer.
@@ -84,55 +85,98 @@ def take_pages(
         When the system has no pages left.
     """
     threads = threads_for(nbytes) if threads is None else threads
-    pieces, next_piece = _pieces(address, nbytes), threading.Lock()
-    huge_pages = _HugePages() if collapse else None
-    errors: list[int] = []
+    pieces = _Pieces(address, nbytes)
+    failed: list[BaseException] = []
 
     def take() -> None:
-        while not errors:
-            with next_piece:
-                begin, end = next(pieces, (0, 0))
-            if begin == end:
-                return
-            if huge_pages is not None:
-                huge_pages.collapse(begin, end)
-            error = _populate(begin, end - begin)
-            if error:
-                errors.append(error)
+        try:
+            _take(pieces, collapse=collapse)
+        except BaseException as error:
+            failed.append(error)
+        finally:
+            if failed:
+                pieces.stop()
 
-    others = [threading.Thread(target=take, daemon=True) for _ in range(1, threads)]
-    for thread in others:
-        thread.start()
-    take()
-    for thread in others:
-        thread.join()
-    failed = [error for error in errors if error not in _UNKNOWN]
+    others = []
+    try:
+        for _ in range(1, threads):
+            thread = threading.Thread(target=take, daemon=True)
+            with contextlib.suppress(RuntimeError):  # the system has none left
+                thread.start()
+                others.append(thread)
+        take()
+    finally:  # of an interrupt: nobody is to take pages of memory that its owner unmaps
+        pieces.stop()
+        for thread in others:
+            thread.join()
     if failed:
-        raise OSError(failed[0], os.strerror(failed[0]))
-    return not errors
+        error = failed[0]
+        if isinstance(error, OSError) and error.errno in _UNKNOWN:
+            return False
+        raise error
+    return True
 
 
-def _pieces(address: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Yield begins and ends of pieces of memory, cut between huge pages."""
-    begin, end = address, address + nbytes
-    while begin < end:
-        cut = min(end, (begin // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES + PIECE_BYTES)
-        yield begin, cut
-        begin = cut
+class _Pieces:
+    """Pieces of memory, cut between huge pages, that threads take in turn."""
+
+    def __init__(self, address: int, nbytes: int) -> None:
+        self._begin, self._end = address, address + nbytes
+        self._lock = threading.Lock()
+
+    def next(self, nbytes: int) -> tuple[int, int]:
+        """Return begin and end of a piece of about so many bytes; none are left where these agree.
+
+        `nbytes` is a multiple of those of a huge page.
+        """
+        with self._lock:
+            begin = self._begin
+            aligned = begin // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES
+            self._begin = min(self._end, aligned + nbytes)
+            return begin, self._begin
+
+    def stop(self) -> None:
+        """Have no more pieces."""
+        with self._lock:
+            self._begin = self._end
+
+
+def _take(pieces: _Pieces, *, collapse: bool) -> None:
+    """Take pieces until none are left.
+
+    Raises
+    ------
+    OSError
+        When the system gives no pages.
+    """
+    nbytes, huge_pages = PIECE_BYTES, _HugePages() if collapse else None
+    while True:
+        begin, end = pieces.next(nbytes)
+        if begin == end:
+            return
+        began, began_own = time.perf_counter(), time.thread_time()
+        if huge_pages is not None:
+            huge_pages.collapse(begin, end)
+        error = _populate(begin, end - begin)
+        if error:
+            raise OSError(error, os.strerror(error))
+        own = time.thread_time() - began_own
+        if time.perf_counter() - began > 2 * own and nbytes < MOST_PIECE_BYTES:
+            nbytes *= 2
 
 
 class _HugePages:
-    """Asks for huge pages as long as the system gives them quickly; shared by threads.
+    """Asks for huge pages as long as the system gives them quickly to a thread.
 
     Attributes
     ----------
     given : bool
-        False once they were refused, or slow over JUDGED_PIECES.
+        False once they were refused, or slow over JUDGED_BYTES.
     """
 
     def __init__(self) -> None:
         self.given = True
-        self._last: deque[tuple[int, float]] = deque(maxlen=JUDGED_PIECES)  # bytes and seconds
+        self._taken_bytes, self._own_s = 0, 0.0  # since they were judged last
 
     def collapse(self, begin: int, end: int) -> None:
         """Take huge pages for whole places between two addresses; the rest is left untaken."""
@@ -140,7 +184,7 @@ class _HugePages:
         nbytes = end // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES - first
         if not self.given or nbytes <= 0:
             return
-        started = time.perf_counter()
+        began_own = time.thread_time()  # not what it waits for others
         for page in range(first, first + nbytes, HUGE_PAGE_BYTES):
             if _advise(page, mmap.PAGESIZE, _MADV_POPULATE_WRITE):
                 self.given = False
@@ -148,11 +192,11 @@ class _HugePages:
         if _advise(first, nbytes, _MADV_COLLAPSE):
             self.given = False
             return
-        self._last.append((nbytes, time.perf_counter() - started))
-        last = list(self._last)
-        taken_bytes, seconds = sum(n for n, _ in last), sum(s for _, s in last)
-        if len(last) == JUDGED_PIECES and taken_bytes < LEAST_COLLAPSED * seconds:
-            self.given = False
+        self._taken_bytes += nbytes
+        self._own_s += time.thread_time() - began_own
+        if self._taken_bytes >= JUDGED_BYTES:
+            self.given = self._taken_bytes >= LEAST_COLLAPSED * self._own_s
+            self._taken_bytes, self._own_s = 0, 0.0
 
 
 def _populate(address: int, nbytes: int) -> int:

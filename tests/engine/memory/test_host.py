@@ -471,7 +471,8 @@ def test_pages_are_taken_in_pieces_by_several_threads(private, threads, monkeypa
         parts.append((address, size, threading.get_ident()))
         return populate(address, size)
 
-    monkeypatch.setattr(page_taking, "PIECE_BYTES", 4 << 20)
+    for size in ("PIECE_BYTES", "MOST_PIECE_BYTES"):
+        monkeypatch.setattr(page_taking, size, 4 << 20)
     monkeypatch.setattr(page_taking, "threads_for", lambda nbytes: threads)
     monkeypatch.setattr(page_taking, "_populate", recorded)
     buffer = allocate_filled(nbytes, pin=False, private=private)
@@ -509,6 +510,7 @@ def test_huge_pages_are_asked_for_while_they_are_given_quickly(
 ):
     """Where they are refused, or slow over several pieces, small pages are taken for the rest."""
     page = page_taking.HUGE_PAGE_BYTES
+    judged = page_taking.JUDGED_BYTES // page
     begin, end = 5 * page - 4096, 48 * page + 8192  # 43 whole ones
     advised: list[tuple[int, int, int]] = []
     now = [0.0]
@@ -521,16 +523,16 @@ def test_huge_pages_are_asked_for_while_they_are_given_quickly(
         if refused_after is not None and done >= refused_after:
             return errno.EINVAL
         slow = slow_after is not None and done >= slow_after
-        # Two slow ones make a window slow.
-        now[0] += nbytes / page_taking.LEAST_COLLAPSED * (5 if slow else 0.5)
+        now[0] += nbytes / page_taking.LEAST_COLLAPSED * (judged if slow else 0.5)  # one is enough
         return 0
 
     monkeypatch.setattr(page_taking, "_advise", advise)
-    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+    for clock in ("perf_counter", "thread_time"):
+        monkeypatch.setattr(time, clock, lambda: now[0])
     assert page_taking.take_pages(begin, end - begin, 1, collapse=True)
     asked = 43
     if slow_after is not None:  # several are looked at together
-        asked = max(slow_after + 2, page_taking.JUDGED_PIECES)
+        asked = (slow_after // judged + 1) * judged
     if refused_after is not None:
         asked = min(asked, refused_after + 1)
     collapsed = [each for each in advised if each[2] == page_taking._MADV_COLLAPSE]
@@ -542,6 +544,72 @@ def test_huge_pages_are_asked_for_while_they_are_given_quickly(
     pieces = [each for each in taken if each not in firsts]
     assert pieces[0][0] == begin and sum(nbytes for _, nbytes in pieces) == end - begin
     assert all(a + n == b for (a, n), (b, _) in itertools.pairwise(pieces))
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["alone", "beside Python"])
+def test_pieces_are_larger_where_a_thread_waits_for_the_interpreter(waits, monkeypatch):
+    """Else it would wait for each, up to some milliseconds, beside a thread that runs Python."""
+    sizes: list[int] = []
+    wall_s, own_s = [0.0], [0.0]
+
+    def populate(address: int, nbytes: int) -> int:
+        sizes.append(nbytes)
+        own_s[0] += 1e-4
+        wall_s[0] += 5e-3 if waits else 1.5e-4
+        return 0
+
+    monkeypatch.setattr(page_taking, "_populate", populate)
+    monkeypatch.setattr(time, "perf_counter", lambda: wall_s[0])
+    monkeypatch.setattr(time, "thread_time", lambda: own_s[0])
+    assert page_taking.take_pages(0, 1 << 30, 1)
+    assert sum(sizes) == 1 << 30
+    if waits:
+        assert max(sizes) == page_taking.MOST_PIECE_BYTES and len(sizes) < 25
+    else:
+        assert set(sizes) == {page_taking.PIECE_BYTES}
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOMEM, "no pages"), KeyboardInterrupt(), ZeroDivisionError()], ids=repr
+)
+@pytest.mark.parametrize("in_caller", [False, True])
+def test_no_thread_goes_on_behind_a_failure(threads, error, in_caller, monkeypatch):
+    """Whoever owns the memory may unmap it then."""
+    if threads == 1 and not in_caller:
+        in_caller = True
+    calls, main = [], threading.get_ident()
+    together = threading.Barrier(threads, timeout=20)
+    first: set[int] = set()
+
+    def populate(address: int, nbytes: int) -> int:
+        ident = threading.get_ident()
+        if ident not in first:
+            first.add(ident)
+            together.wait()
+        calls.append(ident)
+        if (ident == main) == in_caller:
+            raise error
+        time.sleep(0.001)
+        return 0
+
+    monkeypatch.setattr(page_taking, "_populate", populate)
+    with pytest.raises(type(error)):
+        page_taking.take_pages(0, 1 << 40, threads)
+    n = len(calls)
+    assert n < 200
+    time.sleep(0.01)
+    assert len(calls) == n
+
+
+def test_where_no_thread_can_be_started_one_takes_all(monkeypatch):
+    def start(self):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    sizes: list[int] = []
+    monkeypatch.setattr(page_taking, "_populate", lambda address, nbytes: sizes.append(nbytes))
+    assert page_taking.take_pages(0, 64 << 20, 8) and sum(sizes) == 64 << 20
 
 
 def test_memory_of_huge_pages_keeps_its_bytes():
@@ -602,7 +670,8 @@ def test_large_memory_is_taken_by_one_buffer_at_a_time(monkeypatch):
 
 def test_large_memory_takes_more_threads():
     cores = page_taking.available_cores()
-    assert page_taking.threads_for(1 << 20) == 1
+    assert page_taking.threads_for(1 << 20) == page_taking.threads_for(31 << 20) == 1
+    assert page_taking.threads_for(64 << 20) == min(4, cores)
     assert page_taking.threads_for(1 << 40) == min(page_taking.MAX_THREADS, cores)
 
 
