@@ -35,7 +35,8 @@ from .traffic import SentBlob
 #: The first pass compiles kernels and is slow; this one is profiled too, whatever `every` is.
 WARM_PASS = 2
 #: Where `every` is not given: passes from one profile to the next at least, and how often that is
-#: doubled at most. Doubled, so that ranks whose times differ a little profile the same passes.
+#: doubled at most. Doubled, so that ranks whose times differ a little profile the same passes,
+#: unless what profiles take lies between them.
 PROFILE_EVERY, MOST_DOUBLINGS = 200, 4
 #: Share of the passes' time that profiles and the decisions by them are to take of the host: a
 #: thousandth with what is not counted, some sixth of it.

@@ -142,11 +142,8 @@ class HostRoom:
         self._reservation = None
         try:
             made = host_arena().reserve(nbytes, bytes_to_reserve(nbytes))
-        except BitslabError:
-            try:
-                made = host_arena().reserve(nbytes)
-            except BitslabError as error:
-                raise HostMemoryError(str(error)) from error
+        except BitslabError as error:
+            raise HostMemoryError(str(error)) from error
         if self._on_gpu and not made.pinned:
             raise HostMemoryError("the system refused to page-lock host memory")
         self._reservation = made

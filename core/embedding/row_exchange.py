@@ -2,9 +2,9 @@
 
 Raw rows in page-locked memory are read and written over the link by the kernel itself, as is
 optimizer state. Packed rows are decoded to the device, and packed into the table from there, by
-kernels of their codec. Where there are none, others read the rows too, or memory for rows that
-outgrow their place is not to be had, those that leave remain on the device until the host, before
-the next batch is looked up, knows which they are and puts them into the table.
+kernels of their codec. Where there are none, or others read the rows too, those that leave remain
+on the device until the host, before the next batch is looked up, knows which they are and puts them
+into the table.
 """
 
 from __future__ import annotations
@@ -116,9 +116,8 @@ class RowExchange:
         if known is None:
             if self._writes is None:
                 self._writes = self._access.packed_rows(store.table, data.device)
-            if self._writes is not None and not self._writes.reserve(n_ids):
-                self._writes = None  # it is asked again for the next batch
             if self._writes is not None:
+                self._writes.reserve(n_ids)
                 self._outbox = None
             elif self._outbox is None or self._outbox.n_rows < n_ids:
                 self._outbox = _Outbox(n_ids, data)
@@ -207,8 +206,10 @@ class RowExchange:
         self._waiting = 0
 
     def _record(self, writes: GpuWrites) -> None:
-        """Record what the GPU has reported so far."""
-        self._store.record_rewritten(writes.take_count())
+        """Record what the GPU has reported so far; the table may be packed again."""
+        written = writes.take_count()
+        if written:
+            self._store.record_rewritten(written, writes.moved_bytes)
 
     @property
     def nbytes(self) -> int:

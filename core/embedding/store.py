@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..engine.codecs import RowCodec
+from ..engine.memory.host import available_bytes
 from ..engine.progress import ProgressFunction
 from ..tables.build import Rows
 from ..tables.parts import Layout
@@ -158,7 +159,7 @@ class RowStore:
         self._rewritten_rows += len(ids)
         if self._rewritten_rows > REWRITTEN_SHARE * len(
             self.table
-        ) and self.table.overflow_bytes > max(REPACK_BYTES, REPACK_SHARE * self.table.nbytes):
+        ) and self.table.moved_bytes > max(REPACK_BYTES, REPACK_SHARE * self.table.nbytes):
             self._pack_anew()
         elif self.slabs is not None:
             each = self.table.rows_per_packed_row  # rows that leave the slab together
@@ -166,17 +167,32 @@ class RowStore:
             if self._stale_rows > REFILL_SHARE * self.packed_rows:
                 self.fill(self.hot)
 
-    def record_rewritten(self, n_rows: int) -> None:
-        """Record that a GPU has given so many rows new values since the last call.
+    def record_rewritten(self, n_rows: int, moved_bytes: int) -> None:
+        """Record that a GPU has given rows new values; pack the table again where memory is short.
 
-        The table is not packed again for it: a step of training would stop for seconds. Rows that
-        outgrow their place take memory meanwhile, at most that of all rows, until `tidy`.
+        That stops a step of training for seconds. So long as there is memory for a second table and
+        for twice the rows that have moved, these remain where they are until `tidy`: at most all.
+
+        Parameters
+        ----------
+        n_rows : int
+            Rows since the last call.
+        moved_bytes : int
+            Bytes of all rows that outgrew their place, about.
         """
         self._rewritten_rows += n_rows
+        nbytes = self.table.nbytes
+        if self._rewritten_rows <= REWRITTEN_SHARE * len(self.table) or moved_bytes <= max(
+            REPACK_BYTES, REPACK_SHARE * nbytes
+        ):
+            return
+        self._rewritten_rows = 0  # it is looked at again after as many
+        if available_bytes() < nbytes + 2 * moved_bytes:
+            self._pack_anew()
 
     def tidy(self) -> None:
         """Pack the table again if rows that outgrew their place take more than they should."""
-        if self.table.overflow_bytes > TIDY_SHARE * self.table.nbytes:
+        if self.table.moved_bytes > TIDY_SHARE * self.table.nbytes:
             self._pack_anew()
 
     def _pack_anew(self) -> None:

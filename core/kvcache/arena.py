@@ -243,7 +243,7 @@ class HostArena:
         try:
             return arena.reserve(least, ahead, pin=self._pin_kind, private=self._pin)
         except BitslabError:
-            # Without memory ahead it may fit.
+            # In more parts it may fit.
             try:
                 return arena.reserve(least_bytes, pin=self._pin_kind, private=self._pin)
             except BitslabError as error:

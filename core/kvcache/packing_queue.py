@@ -99,7 +99,7 @@ class PackingQueue:
         if not self.histories:
             return
         self._appends += 1
-        samples_bytes = sum(h.tail.nbytes for h in self._there() if h.samples)
+        early, early_bytes = [], 0
         for queued in list(self.histories):
             history = queued.history()
             if history is None:
@@ -108,9 +108,13 @@ class PackingQueue:
                 queued.since = None
             elif queued.since is None:  # a second one: the codec that was kept did not suit
                 queued.since = self._appends
-            early = queued.since is not None and self._appends - queued.since <= LEAD
-            if not early or samples_bytes > MOST_BYTES:
+            if queued.since is not None and self._appends - queued.since <= LEAD:
+                early.append(history)
+                early_bytes += history.tail.nbytes
+            else:
                 _pack_on(history, wait=False)
+        for history in early if early_bytes > MOST_BYTES else ():
+            _pack_on(history, wait=False)
         there = self._drop_packed()
         for state in ("samples", "packs"):
             waiting = [history for history in there if getattr(history, state)]

@@ -217,7 +217,9 @@ class Gathers:
         """Return whether GPUs can read the rows in host memory; page-lock them if they may be."""
         rows = self._rows
         buffer = rows.parts.buffers.get("words") if rows.for_gpus else None
-        return bool(rows.pin and buffer is not None and buffer.ensure_pinned())
+        if not rows.pin or buffer is None or not buffer.ensure_pinned():
+            return False
+        return rows.overflow is None or rows.overflow.buffer.ensure_pinned()
 
     def writes(self, device: torch.device) -> GpuWrites | None:
         """Return what packs rows into a packed table by a GPU's kernels, where these can do so."""

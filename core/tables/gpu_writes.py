@@ -72,27 +72,23 @@ class GpuWrites:
 
     # On the device
 
-    def reserve(self, n_rows: int) -> bool:
+    def reserve(self, n_rows: int) -> None:
         """Make room for so many rows; this waits for the GPU only when the overflow area grows.
 
-        Returns
-        -------
-        bool
-            False where there is no memory for it that the GPU can reach: the host is to pack them.
+        Raises
+        ------
+        BitslabError
+            When there is no memory for it that the GPU can reach; nothing has changed then.
         """
         if self._has_room(n_rows):
-            return True
+            return
         self._wait()  # then the report is exact
         if self._has_room(n_rows):
-            return True
+            return
         with self._table_lock.writing(), self._lock:  # in the order of those who read
             self.finish()
-            try:
-                with torch.inference_mode(False):
-                    self._grow(n_rows)
-            except BitslabError:
-                return False
-        return True
+            with torch.inference_mode(False):
+                self._grow(n_rows)
 
     @property
     def _used(self) -> int:
@@ -143,7 +139,10 @@ class GpuWrites:
 
     def _check_locked(self, memory: HostBuffer) -> None:
         if self.device.type == "cuda" and not memory.ensure_pinned():
-            raise BitslabError(f"table: {memory.nbytes} bytes could not be page-locked")
+            raise BitslabError(
+                f"table: {memory.nbytes} bytes for rows that outgrow their place could not be "
+                "page-locked; give ids on the CPU, or raise the limit of locked memory"
+            )
 
     def write(self, batch: LeavingRows) -> None:
         """Pack rows into the table, for as many of which there is room, on torch's current stream.
@@ -169,6 +168,11 @@ class GpuWrites:
         """Return how many rows the GPU has reported as written since the last call."""
         before, self._counted = self._counted, int(self._report[1])
         return self._counted - before
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of the overflow area that were in use at the last report, about."""
+        return 4 * self.rows.parts.row_words * self._used
 
     # On the host
 

@@ -125,6 +125,12 @@ class HostTable:
         return self._rows.overflow_bytes
 
     @property
+    def moved_bytes(self) -> int:
+        """Bytes of the rows that updates moved to the overflow area."""
+        self._rows.settle()
+        return self._rows.moved_bytes
+
+    @property
     def ratio(self) -> float:
         """Raw bytes over `nbytes`; 1 when there are none."""
         raw_bytes = len(self) * self.row_bytes

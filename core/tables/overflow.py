@@ -88,20 +88,39 @@ class Overflow:
         return bits_at(self._moved, ids)
 
     def reserve(self, rows: int) -> HostBuffer | None:
-        """Make room for more rows; return the old buffer, to be closed later, if it is replaced."""
+        """Make room for more rows, for all of the table at most.
+
+        Returns
+        -------
+        HostBuffer or None
+            The old buffer, to be closed later, if it is replaced.
+
+        Raises
+        ------
+        BitslabError
+            When memory cannot be had, or not page-locked where the old buffer is: GPUs read it.
+            Nothing has changed then.
+        """
         capacity = self.capacity
-        missing = self._used - len(self._free) + rows - capacity
-        if missing <= 0:
+        needed = min(self._n_rows, self._used - len(self._free) + rows)
+        if needed <= capacity:
             return None
         old = self._buffer
         least = FIRST_BYTES // (4 * self._row_words)
-        ahead = min(self._n_rows, max(2 * capacity, least))  # all rows at the most
+        wanted = max(needed, min(self._n_rows, max(2 * capacity, least)))
         try:
-            fresh = self._allocate(max(capacity + missing, ahead))
+            fresh = self._allocate(wanted)
         except BitslabError:
-            if ahead <= capacity + missing:
+            if wanted == needed:
                 raise
-            fresh = self._allocate(capacity + missing)
+            fresh = self._allocate(needed)
+        if old.pinned and not fresh.pinned:
+            nbytes = fresh.nbytes
+            fresh.close()
+            raise BitslabError(
+                f"table: {nbytes} bytes for rows that outgrow their place could not be "
+                "page-locked; raise the limit of locked memory"
+            )
         fresh.tensor[: 4 * self._used * self._row_words] = old.tensor[
             : 4 * self._used * self._row_words
         ]

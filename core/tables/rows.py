@@ -94,6 +94,11 @@ class HostRows:
         """Bytes of the overflow area."""
         return 0 if self.overflow is None else self.overflow.nbytes
 
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes of the rows in the overflow area."""
+        return 0 if self.overflow is None else 4 * self.parts.row_words * self.overflow.rows
+
     def settle(self) -> None:
         """Hear of rows that a GPU has written by itself, after it is done."""
         if self.pull is not None:
@@ -241,7 +246,8 @@ class HostRows:
         if overflows.any():
             if self.overflow is None:
                 self.overflow = Overflow(self.parts.n_rows, row_words, pin=self.pin)
-            stale = self.overflow.reserve(int(overflows.sum()))
+            new = overflows & ~self.overflow.holds(ids)
+            stale = self.overflow.reserve(int(new.sum()))
             self.overflow_moves += stale is not None
         if self.overflow is not None:
             self.overflow.release(ids[fits], words, at[fits])

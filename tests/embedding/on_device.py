@@ -203,7 +203,8 @@ class SimulatedAccess(DeviceAccess):
             storage, packing = table._gathers._copies.get(out.device, table._rows)
             if isinstance(kernels, TwinKernels):
                 there, found = ids >= 0, torch.empty_like(out)
-                packing.gather(storage, ids[there], found[: int(there.sum())])
+                as_bytes = rows_as_bytes(found, table.row_bytes)
+                packing.gather(storage, ids[there], as_bytes[: int(there.sum())])
                 out[there] = found[: int(there.sum())]
             else:
                 packing.gather(storage, ids, out)

@@ -12,6 +12,7 @@ import torch
 
 from bitslab import BitslabError, CompressedTable, SlabCache
 from bitslab.embedding import store
+from bitslab.engine.memory.host import HostBuffer
 from bitslab.tables.gpu_writes import GpuWrites
 from bitslab.tables.overflow import Overflow
 from tests.embedding.on_device import on_simulated_gpu
@@ -187,15 +188,16 @@ def test_the_overflow_area_grows_before_it_is_full(runner, monkeypatch):
     pair.check()
 
 
-def test_no_step_packs_the_table_again_but_a_flush_does(runner, monkeypatch):
+@pytest.mark.parametrize("cache_rows", [4, 25])
+def test_no_step_packs_the_table_again_but_a_flush_does(runner, monkeypatch, cache_rows):
     """That is a pass over all rows, which takes seconds of a large table."""
     monkeypatch.setattr(store, "REPACK_BYTES", 0)
     monkeypatch.setattr("bitslab.tables.overflow.FIRST_BYTES", 0)
-    pair = made(cache_rows=4)
+    pair, n = made(cache_rows=cache_rows), cache_rows + 1
     with monkeypatch.context() as patch:
         patch.setattr(CompressedTable, "compact", refused)
-        for number in range(40):
-            scale(pair, [(5 * number + k) % N_ROWS for k in range(5)], 1e15)
+        for number in range(200 // n):
+            scale(pair, [(n * number + k) % N_ROWS for k in range(n)], 1e15)
     moved = pair.rows.table.stats()["moved_rows"]
     assert moved > N_ROWS / 2 and overflow_of(pair).capacity <= N_ROWS
     pair.rows.flush()
@@ -205,37 +207,71 @@ def test_no_step_packs_the_table_again_but_a_flush_does(runner, monkeypatch):
     pair.check()
 
 
+def test_a_step_packs_the_table_again_where_memory_is_short(runner, monkeypatch):
+    monkeypatch.setattr(store, "REPACK_BYTES", 0)
+    monkeypatch.setattr("bitslab.tables.overflow.FIRST_BYTES", 0)
+    pair = made(cache_rows=4)
+    moved, was = [], CompressedTable.compact
+
+    def compact(self, *args, **kwargs):
+        moved.append(writes_of(pair).moved_bytes)
+        was(self, *args, **kwargs)
+
+    monkeypatch.setattr(CompressedTable, "compact", compact)
+    monkeypatch.setattr(store, "available_bytes", lambda: 2.0 * pair.rows.table.nbytes)
+    for number in range(40):
+        scale(pair, [(5 * number + k) % N_ROWS for k in range(5)], 1e15)
+    assert 1 <= len(moved) < 10
+    assert all(2 * each > pair.rows.table.nbytes / 2 for each in moved)
+    pair.check()
+
+
+def test_a_flush_packs_the_table_for_rows_that_have_moved_not_for_places(runner, monkeypatch):
+    monkeypatch.setattr(CompressedTable, "compact", refused)
+    pair = made(cache_rows=20)
+    for ids in drawn(3, 4, most=20):
+        scale(pair, ids, 1e-12)  # which changes too little to move any
+        pair.rows.flush()
+    scale(pair, [1], 1e15)
+    pair.rows.flush()
+    assert overflow_of(pair).capacity > 7 and overflow_of(pair).rows == 1
+    pair.check()
+
+
 @pytest.mark.parametrize("lacks", ["memory", "locking"])
-def test_where_memory_is_refused_the_host_packs_rows(runner, monkeypatch, lacks):
+def test_where_memory_for_outgrown_rows_lacks_nothing_is_lost(runner, monkeypatch, lacks):
     monkeypatch.setattr("bitslab.tables.overflow.FIRST_BYTES", 0)
     monkeypatch.setattr("bitslab.tables.gpu_writes.BATCHES_AHEAD", 1)
-    pair, by_host = made(cache_rows=4), []
-    reserve, locked = Overflow.reserve_behind, GpuWrites._check_locked
+    pair, most = made(cache_rows=4), 4 * 9 * DIM
+    allocate, locked = HostBuffer.allocate, GpuWrites._check_locked
 
-    def refuse(self, rows):
-        if self.used + rows > 8:  # the host asks for as much as it needs alone
+    def refuse(nbytes, **options):
+        if nbytes > most:
             raise BitslabError("nbytes: none are available")
-        return reserve(self, rows)
+        return allocate(nbytes, **options)
 
     def refuse_lock(self, memory):
-        if memory.nbytes > 8 * DIM * 4:
+        if memory.nbytes > most:
             raise BitslabError("table: could not be page-locked")
         locked(self, memory)
 
     with monkeypatch.context() as patch:
         if lacks == "memory":
-            patch.setattr(Overflow, "reserve_behind", refuse)
+            patch.setattr(HostBuffer, "allocate", refuse)
         else:
             patch.setattr(GpuWrites, "_check_locked", refuse_lock)
-        for number, ids in enumerate(drawn(9, 16, most=4)):
-            scale(pair, ids, (1e12, 1.0, 1e-12)[number % 3] if number < 8 else 1.0)
-            assert pair.rows.owned_by_device
-            by_host.append(writes_or_none(pair) is None)
-        pair.check()
-    assert any(by_host)
-    for ids in drawn(10, 8):
-        scale(pair, ids, 1e3)
-    assert writes_or_none(pair) is not None
+        failed = 0
+        for number in range(12):
+            before = pair.plain.detach().clone()
+            try:
+                scale(pair, [(3 * number + k) % N_ROWS for k in range(3)], 1e15)
+            except BitslabError:
+                failed += 1
+                pair.plain.data.copy_(before)
+                pair.plain.grad = pair.rows.parameter.grad = None
+        assert 0 < failed < 12
+    pair.check()
+    scale(pair, [40, 41, 42], 1e15)
     pair.check()
 
 

@@ -226,10 +226,7 @@ class DiskTier:
         with self._lock:
             if self._reservation is None or self._reservation.nbytes < nbytes:
                 self._reservation = None
-                try:
-                    self._reservation = host_arena().reserve(nbytes, bytes_to_reserve(nbytes))
-                except BitslabError:  # it may have what is needed
-                    self._reservation = host_arena().reserve(nbytes)
+                self._reservation = host_arena().reserve(nbytes, bytes_to_reserve(nbytes))
             return self._reservation.cut(nbytes, pending)
 
     def store(self, data: torch.Tensor, after: Mark | None = None) -> Ticket | None:

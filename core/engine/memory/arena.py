@@ -69,7 +69,7 @@ class Arena:
         ----------
         least, wanted : int
             Bytes that are needed, and that would be good to have; as many when left out. Between
-            both when free memory has as much, else `wanted`.
+            both when free memory has as much, else `wanted`, or `least` where that cannot be had.
         pin, private
             As for `HostBuffer.allocate`.
 
@@ -87,7 +87,12 @@ class Arena:
         if found is not None:
             return found
         self._return_surplus(wanted, kind)
-        return self._reserve_new(wanted, kind)
+        try:
+            return self._reserve_new(wanted, kind)
+        except BitslabError:
+            if wanted == least:
+                raise
+        return self._reserve_new(least, kind)
 
     def reserve_soon(
         self, nbytes: int, *, pin: Pin = True, private: bool = True

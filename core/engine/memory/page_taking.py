@@ -9,7 +9,7 @@ Threads take pieces of the range in turn. A call of the system holds the lock of
 address space as long as it takes pages, and whatever changes that space (a mapping, the stack of a
 new thread) waits for the lock, with all other takers behind it. By one long call for each thread,
 four threads and eight were as slow as one. Pieces are small where nothing else runs Python, and
-become larger where a thread waits for the interpreter's lock longer than it takes pages.
+become larger where a thread waits longer than it takes pages, as for the interpreter's lock.
 
 Huge pages are locked in half the time. The system has none for memory files unless its
 administrator says so; but where the first page of each of their places is taken, Linux from 6.1 on
@@ -36,7 +36,8 @@ MAX_THREADS = 8
 
 HUGE_PAGE_BYTES = 2 << 20
 #: What a thread takes at a time, cut between huge pages: little, so that others wait shortly for
-#: the lock of the address space, and up to so much where it waits for the interpreter's.
+#: the lock of the address space, and up to so much where it waits for the interpreter's; of several
+#: threads each a quarter of that.
 PIECE_BYTES, MOST_PIECE_BYTES = HUGE_PAGE_BYTES, 64 << 20
 #: The rate below which a thread asks for no more huge pages, in bytes a second of its own time over
 #: so many bytes: small pages are taken at 0.5 to 2 GB/s, and locked more slowly.
@@ -77,7 +78,7 @@ def take_pages(
     Returns
     -------
     bool
-        False where the system has no call for it, and nothing was done.
+        False where the system has no call for it.
 
     Raises
     ------
@@ -90,7 +91,7 @@ def take_pages(
 
     def take() -> None:
         try:
-            _take(pieces, collapse=collapse)
+            _take(pieces, MOST_PIECE_BYTES // (1 if threads == 1 else 4), collapse=collapse)
         except BaseException as error:
             failed.append(error)
         finally:
@@ -103,12 +104,13 @@ def take_pages(
             thread = threading.Thread(target=take, daemon=True)
             with contextlib.suppress(RuntimeError):  # the system has none left
                 thread.start()
-                others.append(thread)
+            others.append(thread)
         take()
     finally:  # of an interrupt: nobody is to take pages of memory that its owner unmaps
         pieces.stop()
         for thread in others:
-            thread.join()
+            if thread.ident is not None:  # it was started
+                thread.join()
     if failed:
         error = failed[0]
         if isinstance(error, OSError) and error.errno in _UNKNOWN:
@@ -141,8 +143,8 @@ class _Pieces:
             self._begin = self._end
 
 
-def _take(pieces: _Pieces, *, collapse: bool) -> None:
-    """Take pieces until none are left.
+def _take(pieces: _Pieces, most_bytes: int, *, collapse: bool) -> None:
+    """Take pieces, of so many bytes at most, until none are left.
 
     Raises
     ------
@@ -161,7 +163,7 @@ def _take(pieces: _Pieces, *, collapse: bool) -> None:
         if error:
             raise OSError(error, os.strerror(error))
         own = time.thread_time() - began_own
-        if time.perf_counter() - began > 2 * own and nbytes < MOST_PIECE_BYTES:
+        if time.perf_counter() - began > 2 * own and nbytes < most_bytes:
             nbytes *= 2
 
 

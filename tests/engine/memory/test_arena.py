@@ -399,6 +399,27 @@ def test_a_buffer_of_its_own_has_exactly_its_size() -> None:
     assert pool.stats()["buffers"] == 1
 
 
+@pytest.mark.parametrize("most", [4096, 1000, 999])
+def test_what_is_needed_comes_where_more_cannot_be_had(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    allocate = HostBuffer.allocate
+
+    def limited(nbytes: int, **options: Any) -> HostBuffer:
+        if nbytes > most:
+            raise BitslabError(f"nbytes: {nbytes} bytes asked for, {most} are available")
+        return allocate(nbytes, **options)
+
+    monkeypatch.setattr(HostBuffer, "allocate", limited)
+    arena = Arena()
+    if most < 1000:
+        with pytest.raises(BitslabError, match="1000 bytes asked for, 999 are"):
+            arena.reserve(1000, 4096, **PLAIN)
+        assert arena.stats()["reserved_bytes"] == 0
+    else:
+        assert arena.reserve(1000, 4096, **PLAIN).nbytes == most
+
+
 @pytest.mark.parametrize(("least", "wanted"), [(0, None), (-1, None), (5, 4)])
 def test_sizes_are_checked(least: int, wanted: int | None) -> None:
     with pytest.raises(ArgumentError, match="least"):
