@@ -16,6 +16,7 @@ from bitslab import RawCodec
 from bitslab.embedding import ownership
 from bitslab.embedding.device_access import DEVICES, DeviceAccess
 from bitslab.embedding.gradients import NONE
+from bitslab.engine.codecs.base import rows_as_bytes
 from bitslab.engine.kernels.cpu import slots as twin
 from bitslab.engine.kernels.cpu.compiling import call
 from bitslab.engine.kernels.cuda import CudaKernels
