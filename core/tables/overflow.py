@@ -114,7 +114,7 @@ class Overflow:
             if wanted == needed:
                 raise
             fresh = self._allocate(needed)
-        if old.pinned and not fresh.pinned:
+        if old.pinned and not fresh.ensure_pinned():
             nbytes = fresh.nbytes
             fresh.close()
             raise BitslabError(

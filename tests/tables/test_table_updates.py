@@ -20,10 +20,12 @@ from bitslab import (
     IndexRangeError,
     SlabCache,
 )
+from bitslab.engine.memory import page_locking
 from bitslab.tables import overflow
 from bitslab.tables.build import items_as_rows
 from tests.helpers import packable, random_bits, same_bits, take
 from tests.tables.kinds import KINDS, even_rows, make, weights
+from tests.tables.support import Recorder
 
 N, COLUMNS = 70, 9
 
@@ -136,6 +138,31 @@ def test_the_overflow_grows_by_doubling(monkeypatch):
         table.update(torch.tensor([i]), x[i : i + 1])
         sizes.add(table.stats()["overflow_bytes"])
     assert len(sizes) <= 11 and same_bits(table[:], x)
+
+
+def test_the_overflow_takes_places_for_all_rows_at_most(monkeypatch):
+    monkeypatch.setattr(overflow, "FIRST_BYTES", 0)
+    area = overflow.Overflow(100, 8, pin=False)
+    for rows, capacity in [(3, 3), (4, 6), (60, 60), (61, 100), (500, 100)]:
+        area.reserve(rows)
+        assert area.capacity == capacity
+
+
+def test_memory_that_gpus_read_is_not_replaced_by_what_they_cannot(monkeypatch):
+    recorder = Recorder()
+    monkeypatch.setattr(page_locking, "registrar", recorder)
+    monkeypatch.setattr(page_locking, "_warned_of_refusal", True)
+    recorder.there = False
+    area = overflow.Overflow(10_000, 8, pin=True)
+    recorder.there = True  # from here on there is a GPU
+    assert area.buffer.ensure_pinned()
+    assert area.reserve(3000) is not None and area.buffer.pinned
+    kept, recorder.refusal = area.buffer, "no"
+    with pytest.raises(BitslabError, match="288016 bytes .* could not be page-locked"):
+        area.reserve(9000)
+    assert area.buffer is kept and kept.pinned and not kept.closed
+    recorder.refusal = ""
+    assert area.reserve(9000) is kept
 
 
 @pytest.mark.parametrize("kind", KINDS)
