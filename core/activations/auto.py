@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import threading
 import time
 import warnings
@@ -43,6 +42,12 @@ PROFILE_EVERY, MOST_DOUBLINGS = 200, 4
 PROFILE_SHARE = 0.8e-3
 #: Profiles, and passes between them, whose median times count.
 TIMED_PROFILES, TIMED_PASSES = 3, 9
+
+
+def _median(seconds: Iterable[float]) -> float:
+    # The module that has one imports decimal, as large as this package.
+    ordered = sorted(seconds)
+    return ordered[len(ordered) // 2]
 
 
 class AutoPolicy:
@@ -136,8 +141,8 @@ class AutoPolicy:
         """Passes from one profile to the next where `every` is not given."""
         interval = PROFILE_EVERY
         if self._profile_s and self._pass_s:
-            limit_s = PROFILE_SHARE * statistics.median(self._pass_s)
-            profile_s = statistics.median(self._profile_s)
+            limit_s = PROFILE_SHARE * _median(self._pass_s)
+            profile_s = _median(self._profile_s)
             while profile_s > interval * limit_s and interval < PROFILE_EVERY << MOST_DOUBLINGS:
                 interval *= 2
         return interval
@@ -150,7 +155,7 @@ class AutoPolicy:
         found = [self._disk_note] if self._disk_note else []
         if self._profile_s and self._pass_s:
             profile_ms, pass_ms = (
-                1e3 * statistics.median(seconds) for seconds in (self._profile_s, self._pass_s)
+                1e3 * _median(seconds) for seconds in (self._profile_s, self._pass_s)
             )
             found.append(
                 f"One of {self._every or self.interval} passes is profiled, which takes "
