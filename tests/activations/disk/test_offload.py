@@ -63,9 +63,9 @@ def files(folder: Path) -> list[str]:
 
 
 def threads() -> list[str]:
-    """Return the library's threads but for those of the arena, which are the process's."""
+    """Return the library's threads but for the process's: of the arena, and those of tables."""
     names = [t.name for t in threading.enumerate() if t.name.startswith("bitslab-")]
-    return [name for name in names if not name.startswith(ARENA_THREAD)]
+    return [name for name in names if not name.startswith((ARENA_THREAD, "bitslab-fetch"))]
 
 
 # What reaches the disk
