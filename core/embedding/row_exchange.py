@@ -209,7 +209,7 @@ class RowExchange:
         """Record what the GPU has reported so far; the table may be packed again."""
         written = writes.take_count()
         if written:
-            self._store.record_rewritten(written, writes.moved_bytes)
+            self._store.record_rewritten(written, writes.outgrown_bytes)
 
     @property
     def nbytes(self) -> int:

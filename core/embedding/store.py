@@ -157,9 +157,7 @@ class RowStore:
         self.table.update(torch.from_numpy(ids), rows)
         self.written_back += len(ids) if counted else 0
         self._rewritten_rows += len(ids)
-        if self._rewritten_rows > REWRITTEN_SHARE * len(
-            self.table
-        ) and self.table.moved_bytes > max(REPACK_BYTES, REPACK_SHARE * self.table.nbytes):
+        if self._enough_rewritten and self._many_outgrown(self.table.outgrown_bytes):
             self._pack_anew()
         elif self.slabs is not None:
             each = self.table.rows_per_packed_row  # rows that leave the slab together
@@ -167,32 +165,38 @@ class RowStore:
             if self._stale_rows > REFILL_SHARE * self.packed_rows:
                 self.fill(self.hot)
 
-    def record_rewritten(self, n_rows: int, moved_bytes: int) -> None:
+    def record_rewritten(self, n_rows: int, outgrown_bytes: int) -> None:
         """Record that a GPU has given rows new values; pack the table again where memory is short.
 
         That stops a step of training for seconds. So long as there is memory for a second table and
         for twice the rows that have moved, these remain where they are until `tidy`: at most all.
+        Without memory for a second table they remain as well.
 
         Parameters
         ----------
         n_rows : int
             Rows since the last call.
-        moved_bytes : int
+        outgrown_bytes : int
             Bytes of all rows that outgrew their place, about.
         """
         self._rewritten_rows += n_rows
-        nbytes = self.table.nbytes
-        if self._rewritten_rows <= REWRITTEN_SHARE * len(self.table) or moved_bytes <= max(
-            REPACK_BYTES, REPACK_SHARE * nbytes
-        ):
+        if not self._enough_rewritten or not self._many_outgrown(outgrown_bytes):
             return
         self._rewritten_rows = 0  # it is looked at again after as many
-        if available_bytes() < nbytes + 2 * moved_bytes:
+        nbytes = self.table.nbytes
+        if nbytes <= available_bytes() < nbytes + 2 * outgrown_bytes:
             self._pack_anew()
+
+    @property
+    def _enough_rewritten(self) -> bool:
+        return self._rewritten_rows > REWRITTEN_SHARE * len(self.table)
+
+    def _many_outgrown(self, outgrown_bytes: int) -> bool:
+        return outgrown_bytes > max(REPACK_BYTES, REPACK_SHARE * self.table.nbytes)
 
     def tidy(self) -> None:
         """Pack the table again if rows that outgrew their place take more than they should."""
-        if self.table.moved_bytes > TIDY_SHARE * self.table.nbytes:
+        if self.table.outgrown_bytes > TIDY_SHARE * self.table.nbytes:
             self._pack_anew()
 
     def _pack_anew(self) -> None:

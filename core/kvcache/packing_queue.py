@@ -145,13 +145,12 @@ class PackingQueue:
 
     def _drop_packed(self) -> list[Packs]:
         """Forget histories of which nothing is on its way; return the others."""
-        left = []
-        for queued in self.histories:
-            history = queued.history()
-            if history is not None and (history.samples or history.packs):
-                left.append((queued, history))
-        self.histories = [queued for queued, _ in left]
-        return [history for _, history in left]
+        self.histories = [
+            queued
+            for queued in self.histories
+            if (history := queued.history()) is not None and (history.samples or history.packs)
+        ]
+        return self._there()
 
 
 def _pack_on(history: Packs, *, wait: bool) -> None:

@@ -170,7 +170,7 @@ class GpuWrites:
         return self._counted - before
 
     @property
-    def moved_bytes(self) -> int:
+    def outgrown_bytes(self) -> int:
         """Bytes of the overflow area that were in use at the last report, about."""
         return 4 * self.rows.parts.row_words * self._used
 

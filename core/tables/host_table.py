@@ -125,16 +125,14 @@ class HostTable:
         return self._rows.overflow_bytes
 
     @property
-    def moved_bytes(self) -> int:
-        """Bytes of the rows that updates moved to the overflow area."""
-        self._rows.settle()
-        return self._rows.moved_bytes
+    def outgrown_bytes(self) -> int:
+        """Bytes of the rows in the overflow area, which has room for more."""
+        return self._rows.outgrown_bytes
 
     @property
     def ratio(self) -> float:
         """Raw bytes over `nbytes`; 1 when there are none."""
-        raw_bytes = len(self) * self.row_bytes
-        return raw_bytes / self.nbytes if raw_bytes and self.nbytes else 1.0
+        return self._parts.raw_bytes / self.nbytes if self._parts.raw_bytes and self.nbytes else 1.0
 
     @property
     def pinned(self) -> bool:
@@ -564,14 +562,12 @@ class HostTable:
         Returns
         -------
         dict
-            ``rows``, ``row_bytes``, ``rows_per_packed_row``, ``layout``, ``codec``,
-            ``raw_bytes``, ``packed_bytes`` (the words), ``metadata_bytes`` (with the profile),
-            ``host_bytes`` (all of it), ``ratio`` (raw over host bytes),
-            ``packed_rows``, ``moved_rows``, ``overflow_bytes``, ``pinned``; of the gathers of this
-            process so far, those through a cache included: ``gathers``, ``gathered_rows``,
-            ``gathered_bytes`` (decoded), ``moved_bytes`` (words of this table read for them,
-            through caches too); ``advice``, once a GPU was used: the decisions of the models
-            of link and codec, with reasons.
+            ``rows``, ``row_bytes``, ``rows_per_packed_row``, ``layout``, ``codec``, ``raw_bytes``,
+            ``packed_bytes`` (words), ``metadata_bytes`` (with the profile), ``host_bytes`` (of it
+            all), ``ratio`` (raw over host bytes), ``packed_rows``, ``moved_rows``, ``pinned``,
+            ``overflow_bytes``; of this process's gathers, through caches too: ``gathers``,
+            ``gathered_rows``, ``gathered_bytes`` (decoded), ``moved_bytes`` (words read for them);
+            ``advice``, once a GPU was used: decisions of link and codec models, with reasons.
         """
         self._check_open()
         parts, rows = self._parts, self._rows

@@ -95,8 +95,9 @@ class HostRows:
         return 0 if self.overflow is None else self.overflow.nbytes
 
     @property
-    def moved_bytes(self) -> int:
-        """Bytes of the rows in the overflow area."""
+    def outgrown_bytes(self) -> int:
+        """Bytes of the rows in the overflow area; waits for a GPU that has written some."""
+        self.settle()
         return 0 if self.overflow is None else 4 * self.parts.row_words * self.overflow.rows
 
     def settle(self) -> None:

@@ -207,21 +207,23 @@ def test_no_step_packs_the_table_again_but_a_flush_does(runner, monkeypatch, cac
     pair.check()
 
 
-def test_a_step_packs_the_table_again_where_memory_is_short(runner, monkeypatch):
+@pytest.mark.parametrize(("tables", "packs"), [(2.0, True), (0.9, False)], ids=["short", "none"])
+def test_a_step_packs_the_table_again_where_memory_is_short(runner, monkeypatch, tables, packs):
+    """And there is enough for a second table."""
     monkeypatch.setattr(store, "REPACK_BYTES", 0)
     monkeypatch.setattr("bitslab.tables.overflow.FIRST_BYTES", 0)
     pair = made(cache_rows=4)
     moved, was = [], CompressedTable.compact
 
     def compact(self, *args, **kwargs):
-        moved.append(writes_of(pair).moved_bytes)
+        moved.append(writes_of(pair).outgrown_bytes)
         was(self, *args, **kwargs)
 
     monkeypatch.setattr(CompressedTable, "compact", compact)
-    monkeypatch.setattr(store, "available_bytes", lambda: 2.0 * pair.rows.table.nbytes)
+    monkeypatch.setattr(store, "available_bytes", lambda: tables * pair.rows.table.nbytes)
     for number in range(40):
         scale(pair, [(5 * number + k) % N_ROWS for k in range(5)], 1e15)
-    assert 1 <= len(moved) < 10
+    assert (1 <= len(moved) < 10) == packs and bool(moved) == packs
     assert all(2 * each > pair.rows.table.nbytes / 2 for each in moved)
     pair.check()
 

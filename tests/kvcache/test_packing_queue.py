@@ -102,6 +102,13 @@ def prompts(n: int, seed: int = 0, tokens: int = TOKENS) -> list[torch.Tensor]:
     return [torch.randn(1, HEADS, tokens, DIM, generator=generator).bfloat16() for _ in range(n)]
 
 
+def leave_codecs(n: int) -> None:
+    """Pack prompts of some layers, for a second cache."""
+    before = Layers(n)
+    before.feed(prompts(n))
+    before.reader.finish_packing()
+
+
 def assert_same(layers: Layers, tokens: list[torch.Tensor]) -> None:
     for history, each in zip(layers.histories, tokens, strict=True):
         assert same_bits(history.decode(), each)
@@ -110,9 +117,7 @@ def assert_same(layers: Layers, tokens: list[torch.Tensor]) -> None:
 @pytest.mark.parametrize("second", [False, True], ids=["first cache", "second cache"])
 def test_a_prompt_waits_for_nothing(device: Device, second: bool) -> None:
     if second:
-        before = Layers(6)
-        before.feed(prompts(6))
-        before.reader.finish_packing()
+        leave_codecs(6)
         device.waits.clear()
     layers, tokens = Layers(6), prompts(6, seed=1)
     layers.feed(tokens)
@@ -134,9 +139,7 @@ def test_raw_tokens_of_few_layers_are_held(
     """The host waits for old layers alone: others are computed meanwhile."""
     monkeypatch.setattr(packing_queue, "MOST_BYTES", 3 * RAW_BYTES)
     if second:
-        before = Layers(12)
-        before.feed(prompts(12))
-        before.reader.finish_packing()
+        leave_codecs(12)
     layers, tokens = Layers(12), prompts(12, seed=1)
     held = []
     for i, (history, each) in enumerate(zip(layers.histories, tokens, strict=True)):
@@ -161,9 +164,7 @@ def test_codecs_are_fitted_behind_the_appends_that_come_next(
     """So that the device has their work meanwhile; what needs no fit is packed at once."""
     monkeypatch.setattr(packing_queue, "LEAD", lead)
     if second:
-        before = Layers(6)
-        before.feed(prompts(6))
-        before.reader.finish_packing()
+        leave_codecs(6)
     layers, tokens = Layers(6), prompts(6, seed=1)
     began = []
     for history, each in zip(layers.histories, tokens, strict=True):
@@ -229,9 +230,7 @@ def test_all_pieces_of_a_prompt_are_in_flight_together(
 def test_memory_that_runs_out_amid_the_pieces_is_reported_with_the_layer(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = Layers(3)
-    before.feed(prompts(3))
-    before.reader.finish_packing()
+    leave_codecs(3)
     monkeypatch.setattr(packed_tokens, "PIECE_BYTES", RAW_BYTES // 7)
     layers, tokens = Layers(3), prompts(3, seed=1)
     layers.feed(tokens)
