@@ -106,6 +106,7 @@ TWINS: dict[str, Any] = {
     "pack_blob": cpu.encode_rows,
     "pack_zfp": cpu.encode_zfp,
     "packed_words": cpu.packed_words,
+    "packed_words_of_short_rows": cpu.packed_words,
     "place_parts": Lz4Codec.write,
     "place_rows": cpu.encode_csr,
     "pool_bags": bags.pool_bags,

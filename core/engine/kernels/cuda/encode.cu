@@ -120,8 +120,39 @@ extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) encode_rows(
   }
 }
 
+#if SHORT_LANES  // that take a short row, so that a warp has several at once; a byte field's codes are whole groups
 #if QUADS
-// Short rows: eight lanes a row, four rows a warp at once. Rows can be loaded in quads.
+#define PACK_SHORT_ROW encode_quads<SHORT_LANES>(row, chunks, starts, f, stage, lane_of_row, packed)
+#define MEASURE_SHORT_ROW measure_row<WIDE, SHORT_LANES>(row, chunks, tables, starts, f, lane_of_row, r < n_rows)
+#else
+#define PACK_SHORT_ROW encode_by_words<SHORT_LANES>(row, chunks, starts, q, codes, stage, lane_of_row, packed)
+#define MEASURE_SHORT_ROW measure_by_words<SHORT_LANES>(row, chunks, starts, q, codes, lane_of_row, r < n_rows)
+#endif
+#define SHORT_ROWS (32 / SHORT_LANES)  // of a warp at once
+
+// Rows are aligned to 16 bytes; a byte holds a length.
+extern "C" __global__ void __launch_bounds__(256) packed_words_of_short_rows(
+    const stored_t* __restrict__ rows, i64 n_rows, int chunks, int row_words, int clusters,
+    const chunk_t* __restrict__ tables, const int* __restrict__ starts, void* __restrict__ lengths,
+    int length_bytes, u8* __restrict__ row_clusters) {
+  __shared__ u8 codes[1 << MOST_FIELD_BITS];
+  const Field f = find_field(tables, clusters, codes);
+  const int lane = threadIdx.x & 31, lane_of_row = lane % SHORT_LANES;
+#if WORDS
+  const Words q = load_words(tables);
+  find_codes(tables, q, f, codes);
+#endif
+  const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
+  const i64 step = warps * SHORT_ROWS;
+  for (i64 first = (((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5) * SHORT_ROWS; first < n_rows; first += step) {
+    const i64 r = first + lane / SHORT_LANES;
+    const stored_t* row = rows + r * chunks;
+    const int best = MEASURE_SHORT_ROW;
+    if (lane_of_row == 0 && r < n_rows) ((u8*)lengths)[r] = (u8)(best < row_words ? best : 0);
+  }
+}
+
+// Rows can be loaded as PACK_SHORT_ROW loads them.
 extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) encode_short_rows(
     const stored_t* __restrict__ rows, i64 n_rows, int chunks, int row_words, int row_bytes, int clusters,
     const chunk_t* __restrict__ tables, const int* __restrict__ starts, const void* __restrict__ lengths,
@@ -130,16 +161,21 @@ extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) encode_short_rows(
   extern __shared__ __align__(128) u32 shared[];
   __shared__ u8 codes[1 << MOST_FIELD_BITS];
   const Field f = find_field(tables, clusters, codes);
-  const int lane = threadIdx.x & 31, lane8 = lane & 7;
-  u32* stage = shared + (threadIdx.x >> 3) * stage_words;
+  const int lane = threadIdx.x & 31, lane_of_row = lane % SHORT_LANES;
+  u32* stage = shared + threadIdx.x / SHORT_LANES * stage_words;
   const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
-  for (int k = lane8; k < stage_words; k += 8) stage[k] = 0;
+#if WORDS
+  const Words q = load_words(tables);
+  find_codes(tables, q, f, codes);
+#endif
+  for (int k = lane_of_row; k < stage_words; k += SHORT_LANES) stage[k] = 0;
   __syncwarp();
   // Up to 32 rows of a block after each other, which are looked at once, if there are enough.
-  const int run = 4 << (31 - __clz((int)max((i64)1, min((i64)8, n_rows / (16 * warps)))));
+  const i64 rounds = n_rows / (4 * SHORT_ROWS * warps);
+  const int run = SHORT_ROWS << (31 - __clz((int)max((i64)1, min((i64)(32 / SHORT_ROWS), rounds))));
   int length_of_peer = 0, before = 0;
   for (i64 first = (((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5) * run; first < n_rows;
-       first += (first + 4) & (run - 1) ? 4 : (warps - 1) * run + 4) {
+       first += (first + SHORT_ROWS) & (run - 1) ? SHORT_ROWS : (warps - 1) * run + SHORT_ROWS) {
     const i64 block = first >> 5;
     if ((first & (run - 1)) == 0) {
       const i64 peer = block * 32 + lane;
@@ -147,17 +183,17 @@ extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) encode_short_rows(
       const int size = length_of_peer ? length_of_peer : row_words;
       before = inclusive_scan(size, lane) - size;
     }
-    const i64 r = first + (lane >> 3);
+    const i64 r = first + lane / SHORT_LANES;
     const i64 at = bases[block] + __shfl_sync(FULL, before, (int)(r & 31));
     const int length = __shfl_sync(FULL, length_of_peer, (int)(r & 31));
     const bool packed = r < n_rows && length != 0;
     const stored_t* row = rows + r * chunks;
     if (r < n_rows && length == 0)
-      for (int k = lane8; k < row_words; k += 8) words[at + k] = raw_word((const u8*)row, row_bytes, k);
-    encode_quads<8>(row, chunks, starts, f, stage, lane8, packed);
+      for (int k = lane_of_row; k < row_words; k += SHORT_LANES) words[at + k] = raw_word((const u8*)row, row_bytes, k);
+    PACK_SHORT_ROW;
     __syncwarp();
     if (packed)
-      for (int k = lane8; k < length; k += 8) {
+      for (int k = lane_of_row; k < length; k += SHORT_LANES) {
         words[at + k] = stage[k];
         stage[k] = 0;
       }

@@ -179,18 +179,19 @@ __device__ __forceinline__ int encode_row(const stored_t* __restrict__ row, int 
 template <int V> struct Chunks { stored_t x[V]; };
 template <> struct alignas(16) Chunks<WIDE> { stored_t x[WIDE]; };
 
-// Words of a packed row. V chunks a lane: WIDE when rows are aligned to 16 bytes, else 1.
-template <int V>
+// Words of a packed row. V chunks a lane: WIDE when rows are aligned to 16 bytes, else 1. LANES lanes of the warp
+// take the row, all of them where chunks are grouped; all lanes call, also those that have none.
+template <int V, int LANES = 32>
 __device__ __forceinline__ int measure_row(const stored_t* __restrict__ row, int chunks,
                                            const chunk_t* __restrict__ table, const int* __restrict__ starts,
-                                           const Field& f, int lane) {
+                                           const Field& f, int lane, bool has_row = true) {
   const int positions = UNIFORM ? 1 : chunks;
   const int groups = (chunks + 31) >> 5;
   int missed = 0, stored = GROUPED ? 0 : groups;
-  for (int first = 0; first < chunks; first += 32 * V) {
+  for (int first = 0; first < chunks; first += LANES * V) {
     const int i = first + lane * V;
     bool all_first = true;
-    if (i < chunks) {
+    if (has_row && i < chunks) {
       const Chunks<V> c = *(const Chunks<V>*)(row + i);
 #pragma unroll
       for (int v = 0; v < V; ++v) {
@@ -209,7 +210,7 @@ __device__ __forceinline__ int measure_row(const stored_t* __restrict__ row, int
       stored += V - __popc(full & leaders);
     }
   }
-  missed = __reduce_add_sync(FULL, missed);
+  missed = sum_of_lanes<LANES>(missed);
   if (UNIFORM) missed *= CHUNK_BITS - kept_bits_of(f, __ldg(table));
   return payload_words_of(starts, chunks) + (GROUPED ? (groups + 31) >> 5 : 0) + stored * CODE_BITS +
          ((missed + 31) >> 5);

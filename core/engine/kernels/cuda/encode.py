@@ -9,7 +9,7 @@ import torch
 from ..format import PAD_WORDS, RowLayout, ceil_div
 from .parameters import Address, Int32, Int64, Parameters
 from .runner import Launch, Runner
-from .source import Variant
+from .source import Variant, short_lanes
 from .tiles import NARROW_ROW_BYTES, THREADS, WARPS, aligned_to, has_byte_field, word_field
 
 STAGE_BYTES = 6 << 10  # packed row that a warp puts together in shared memory
@@ -36,6 +36,13 @@ class PackedWords(Parameters):
     lengths: Address
     length_bytes: Int32
     row_clusters: Address
+
+
+@dataclass(init=False)
+class PackedWordsOfShortRows(PackedWords):
+    """Parameters of `packed_words_of_short_rows`, where a warp measures several rows at once."""
+
+    kernel = "packed_words_of_short_rows"
 
 
 @dataclass(init=False)
@@ -66,7 +73,7 @@ class EncodeRows(Parameters):
 
 @dataclass(init=False)
 class EncodeShortRows(EncodeRows):
-    """Parameters of `encode_short_rows`, where eight lanes take a row and have its stage."""
+    """Parameters of `encode_short_rows`, where `short_lanes` take a row and have its stage."""
 
     kernel = "encode_short_rows"
 
@@ -96,8 +103,12 @@ class EncodeKernels:
         )
         if n:
             rows = aligned_to(rows, f.chunk_bytes)
-            self._launch(layout, PackedWords, 0)(
-                self._blocks(n),
+            each, rows_of_block = PackedWords, WARPS
+            lanes = self._short_lanes(layout)
+            if lanes and f.row_bytes % 16 == 0 and rows.data_ptr() % 16 == 0:
+                each, rows_of_block = PackedWordsOfShortRows, THREADS // lanes
+            self._launch(layout, each, 0)(
+                min(ceil_div(n, rows_of_block), self._most_blocks),
                 rows.data_ptr(),
                 n,
                 f.chunks,
@@ -131,8 +142,11 @@ class EncodeKernels:
         if n:
             rows = aligned_to(rows, f.chunk_bytes)
             each, rows_of_block = EncodeRows, WARPS
-            if self._takes_eight_lanes(rows, layout):
-                each, rows_of_block = EncodeShortRows, THREADS // 8
+            lanes = self._short_lanes(layout)
+            # Four chunks of a byte field, or 16 bytes, are loaded at once.
+            load_bytes = 4 * f.chunk_bytes if self._variant(layout).byte_field else 16
+            if lanes and f.row_bytes % load_bytes == 0 and rows.data_ptr() % load_bytes == 0:
+                each, rows_of_block = EncodeShortRows, THREADS // lanes
             self._launch(layout, each, max(16, 4 * stage_words * rows_of_block))(
                 min(ceil_div(n, rows_of_block), self._most_blocks),
                 rows.data_ptr(),
@@ -166,12 +180,9 @@ class EncodeKernels:
             words=words,
         )
 
-    def _takes_eight_lanes(self, rows: torch.Tensor, layout: RowLayout) -> bool:
-        """Return whether a warp packs four rows at once, whose lanes load four chunks each."""
-        f, variant = layout.format, self._variant(layout)
-        if not variant.byte_field or variant.grouped or f.row_bytes > NARROW_ROW_BYTES:
-            return False
-        return f.chunks % 4 == 0 and rows.data_ptr() % (4 * f.chunk_bytes) == 0
+    def _short_lanes(self, layout: RowLayout) -> int:
+        """Return the lanes that take a row where a warp takes several at once, or 0."""
+        return short_lanes(self._variant(layout)) * (layout.format.row_bytes <= NARROW_ROW_BYTES)
 
     def _launch(self, layout: RowLayout, parameters: type[Parameters], shared_bytes: int) -> Launch:
         variant = self._variant(layout)
@@ -181,6 +192,3 @@ class EncodeKernels:
             found = self._runner.bind(variant, parameters, THREADS, shared_bytes)
             self._launches[key] = found
         return found
-
-    def _blocks(self, n_rows: int) -> int:
-        return min(ceil_div(n_rows, WARPS), self._most_blocks)

@@ -93,9 +93,11 @@ __device__ __forceinline__ uint4 payload_of_words(const Words& q, const u32 (&x)
 }
 
 // Pack one row into zeroed words, and return how many it takes: the words of encode_row. Rows and their parts
-// are multiples of 16 bytes; a lane takes 16 at once.
+// are multiples of 16 bytes; a lane takes 16 at once. LANES lanes of the warp take the row; all lanes call, also
+// those that have none.
+template <int LANES = 32>
 __device__ __forceinline__ int encode_by_words(const stored_t* __restrict__ row, int chunks, const int* __restrict__ starts,
-                                               const Words& q, const u8* codes, u32* to, int lane) {
+                                               const Words& q, const u8* codes, u32* to, int lane, bool has_row = true) {
 #if CHUNK_BYTES == 1
   typedef half_t piece_t;  // what a lane's bits in the payload and its codes are multiples of
 #else
@@ -110,13 +112,13 @@ __device__ __forceinline__ int encode_by_words(const stored_t* __restrict__ row,
   int missed_bits = 0;  // before this step
   const uint4* const from = (const uint4*)row;
   uint4 next = make_uint4(0, 0, 0, 0);
-  if (lane * WIDE < chunks) next = __ldg(from + lane);
+  if (has_row && lane * WIDE < chunks) next = __ldg(from + lane);
 #pragma unroll 1
-  for (int first = 0; first < groups * 32; first += 32 * WIDE) {
+  for (int first = 0; first < groups * 32; first += LANES * WIDE) {
     const int lanes = first / WIDE + lane;  // before this one, of the row
-    const bool inside = lanes * WIDE < chunks;
+    const bool inside = has_row && lanes * WIDE < chunks;
     const u32 x[4] = {next.x, next.y, next.z, next.w};
-    if ((lanes + 32) * WIDE < chunks) next = __ldg(from + lanes + 32);
+    if (has_row && (lanes + LANES) * WIDE < chunks) next = __ldg(from + lanes + LANES);
     if (inside && q.bits) {
       const uint4 kept = payload_of_words(q, x);
       const u32 words[4] = {kept.x, kept.y, kept.z, kept.w};
@@ -135,14 +137,14 @@ __device__ __forceinline__ int encode_by_words(const stored_t* __restrict__ row,
       count += __popc(missed[s]);
       all |= (u64)c.codes[s] << (8 * CODE_BITS * s);
     }
-    if (lanes * WIDE < groups * 32) {
+    if (has_row && lanes * WIDE < groups * 32) {
 #pragma unroll
       for (int t = 0; t < CODE_BITS; ++t) codes_to[lanes * CODE_BITS + t] = (piece_t)(all >> (t * PIECE_BITS));
     }
     if (__any_sync(FULL, count)) {
-      const int up_to_me = quick_scan(count, lane);
+      const int up_to_me = quick_scan<LANES>(count, lane);
       int bit = exceptions_at + missed_bits + (up_to_me - count) * q.exception_bits;
-      missed_bits += __shfl_sync(FULL, up_to_me, 31) * q.exception_bits;
+      missed_bits += __shfl_sync(FULL, up_to_me, LANES - 1, LANES) * q.exception_bits;
 #if CHUNK_BYTES == 2
       if (q.exception_bits > 8) {
         half_t* at = (half_t*)to + (bit >> 4);
@@ -165,18 +167,19 @@ __device__ __forceinline__ int encode_by_words(const stored_t* __restrict__ row,
   return code_at + groups * CODE_BITS + ((missed_bits + 31) >> 5);
 }
 
-// Words of a packed row.
+// Words of a packed row. LANES lanes of the warp take the row; all lanes call, also those that have none.
+template <int LANES = 32>
 __device__ __forceinline__ int measure_by_words(const stored_t* __restrict__ row, int chunks, const int* __restrict__ starts,
-                                                const Words& q, const u8* codes, int lane) {
+                                                const Words& q, const u8* codes, int lane, bool has_row = true) {
   int missed = 0;
-  for (int i = lane * WIDE; i < chunks; i += 32 * WIDE) {
+  for (int i = has_row ? lane * WIDE : chunks; i < chunks; i += LANES * WIDE) {
     const uint4 four = __ldg((const uint4*)(row + i));
     const u32 x[4] = {four.x, four.y, four.z, four.w};
     const Coded c = codes_of_words(q, codes, x);
 #pragma unroll
     for (int s = 0; s < SETS; ++s) missed += __popc(missed_of(c.codes[s]));
   }
-  missed = __reduce_add_sync(FULL, missed) * q.exception_bits;
+  missed = sum_of_lanes<LANES>(missed) * q.exception_bits;
   return payload_words_of(starts, chunks) + ((chunks + 31) >> 5) * CODE_BITS + ((missed + 31) >> 5);
 }
 #endif

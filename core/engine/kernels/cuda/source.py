@@ -79,7 +79,7 @@ _INCLUDE = re.compile(r'^#include "(\w+\.cuh)"$', re.MULTILINE)
 
 _KERNELS: dict[str, tuple[str, ...]] = {
     "count": ("count_bits",),
-    "encode": ("packed_words", "encode_rows", "encode_short_rows"),
+    "encode": ("packed_words", "encode_rows", "packed_words_of_short_rows", "encode_short_rows"),
     "rewrite": ("rewrite_rows",),
     "pack": ("pack_blob",),
     "unpack": ("unpack_rest",),
@@ -120,6 +120,8 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     **VECTOR_KERNELS,
 }
 
+#: Lanes that pack a short row: eight take four chunks each, a group of codes; four take 16 bytes.
+BYTE_FIELD_LANES, WORD_LANES = 8, 4
 #: Fewest chunks a lane with which eight lanes can take a row.
 MIN_SHORT_VECTOR = 4
 #: Most short rows of a tile in order, when eight lanes take a row.
@@ -293,7 +295,9 @@ class Variant:
         if self.file == "encode":
             # Those that take 16 bytes a lane at once need few registers.
             fast = self.words or (self.byte_field and not self.grouped)
-            return defines | {"WORDS": int(self.words), "MIN_BLOCKS": 5 if fast else 4}
+            lanes = short_lanes(self)
+            settings = {"WORDS": self.words, "MIN_BLOCKS": 5 if fast else 4, "SHORT_LANES": lanes}
+            return defines | {name: int(value) for name, value in settings.items()}
         if self.file == "rewrite":
             return defines | REWRITE_DEFINES
         if self.file == "pack":
@@ -549,13 +553,20 @@ def widest_vector(chunk_bytes: int, uniform: bool) -> int:
     return 16 // chunk_bytes if uniform else min(4, 16 // chunk_bytes)
 
 
+def short_lanes(variant: Variant) -> int:
+    """Return the lanes that pack a short row, of which a warp then packs several; 0: only all."""
+    if variant.grouped or not (variant.byte_field or variant.words):
+        return 0
+    return BYTE_FIELD_LANES if variant.byte_field else WORD_LANES
+
+
 def kernels_of(variant: AnyVariant) -> tuple[str, ...]:
     """Return the kernels of a compilation."""
     names = _KERNELS[variant.file]
     if not isinstance(variant, Variant):
         return names
     if variant.file == "encode":
-        return names if variant.byte_field and not variant.grouped else names[:-1]
+        return names if short_lanes(variant) else names[:-2]
     # Eight lanes of fewer chunks are no whole group of codes.
     narrow = variant.file in ("decode", "gather") and variant.vector < MIN_SHORT_VECTOR
     return names[:-1] if narrow else names
