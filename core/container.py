@@ -40,7 +40,7 @@ from .engine.files.checksums import combined_crc32
 from .engine.files.new_file import PathLike
 from .engine.files.positioned import write_at
 from .engine.files.safetensors_writer import SafetensorsLayout, write_safetensors
-from .engine.files.writeback import start_writeback
+from .engine.files.writeback import PieceWriter
 from .errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -164,6 +164,7 @@ class StreamedFile:
         self._written: dict[str, list[tuple[int, int, int]]] = {key: [] for key in self._keys}
         self._header_bytes = len(self._header(dict.fromkeys(self._keys, 0xFFFFFFFF)))
         self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._pieces = PieceWriter(self._fd)
         try:
             os.ftruncate(self._fd, 0)
             os.ftruncate(self._fd, self._header_bytes + self._layout.data_bytes)
@@ -190,8 +191,7 @@ class StreamedFile:
 
     def _write(self, key: str, begin: int, data: torch.Tensor) -> None:
         at = self._header_bytes + self._layout.offsets[key] + begin
-        write_at(self._fd, at, data)
-        start_writeback(self._fd, at, data.shape[0])
+        self._pieces.write(at, data)
         crc32 = zlib.crc32(data.numpy().data)
         with self._lock:
             self._written[key].append((begin, data.shape[0], crc32))

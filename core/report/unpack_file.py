@@ -18,7 +18,7 @@ from ..engine.codecs.base import gathered_by_kernels
 from ..engine.files.checksums import combined_crc32
 from ..engine.files.positioned import write_at
 from ..engine.files.safetensors_writer import SafetensorsLayout
-from ..engine.files.writeback import start_writeback
+from ..engine.files.writeback import PieceWriter
 from ..engine.kernels.format import BLOCK_ROWS, PAD_WORDS, RowStorage, ceil_div
 from ..engine.kernels.row_kernels import RowKernels
 from ..engine.progress import Progress
@@ -155,10 +155,10 @@ def write_plain(
         os.ftruncate(fd, len(header) + layout.data_bytes)
         write_at(fd, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
+        pieces = PieceWriter(fd)
+
         def write(piece: Unpacked) -> None:
-            at = len(header) + layout.offsets[piece.name] + piece.begin
-            write_at(fd, at, piece.data)
-            start_writeback(fd, at, piece.data.shape[0])
+            pieces.write(len(header) + layout.offsets[piece.name] + piece.begin, piece.data)
 
         each_unpacked(tensors, write, workers, progress, checks)
     finally:

@@ -65,7 +65,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 __device__ __forceinline__ void count_value(u64* keys, u32* counts, u32 places, u64 x, u32 more) {
   u32 place = places;  // of the mark itself
   if (x != FREE) {
-    place = (u32)((x * 0x9E3779B97F4A7C15ull) >> 32) & (places - 1);
+    // The upper bits of the product: chunks may differ in their upper bits alone, which the others lack.
+    place = (u32)((x * 0x9E3779B97F4A7C15ull) >> (33 + __clz((int)places)));
     while (true) {
       // Volatile: another thread may just have taken the place.
       u64 there = ~*(volatile u64*)(keys + place);
