@@ -120,6 +120,11 @@ def crc32_of(t: torch.Tensor) -> int:
     return zlib.crc32(flat_bytes(t).numpy().data)
 
 
+def waits(part: str, stored: torch.Tensor) -> bool:
+    """Return whether the checksum of a part may be compared later: that takes long."""
+    return part in ROW_PARTS and stored.nbytes >= LEAST_LATER_BYTES
+
+
 def read_part(
     part: str, fields: Fields, stored: torch.Tensor, later: list[PartCheck] | None
 ) -> torch.Tensor:
@@ -145,7 +150,7 @@ def read_part(
             f"part {part!r} is {list(stored.shape)} {stored.dtype}, expected {list(shape)} {dtype}"
         )
     check = PartCheck(part, flat_bytes(stored), fields.count("crc32"))
-    if later is not None and part in ROW_PARTS and stored.nbytes >= LEAST_LATER_BYTES:
+    if later is not None and waits(part, stored):
         later.append(check)
     else:
         check.run()
