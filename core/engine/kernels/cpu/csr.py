@@ -35,6 +35,8 @@ def pack_csr(x, starts, values, columns, begin, end):
             at[count] = column
             count += np.int64(x[first + column] != 0)
         to = starts[row]
+        # Another thread may have changed the row since it was counted.
+        count = min(count, starts[row + 1] - to)
         for j in range(count):
             values[to + j] = kept[j]
         for j in range(count):

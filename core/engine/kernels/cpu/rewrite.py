@@ -96,6 +96,7 @@ def rewrite_rows(
                 misses,
                 words,
                 behind,
+                at + best,
             )
             write_exceptions(
                 rows[slot],
@@ -108,6 +109,7 @@ def rewrite_rows(
                 x,
                 words,
                 behind,
+                at + best,
             )
             continue
         if in_place:

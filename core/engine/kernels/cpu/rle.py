@@ -42,6 +42,8 @@ def pack_rle(x, starts, values, counts, begin, end):
                 count += np.int64(x[i] != x[i - 1])
         heads[count] = last
         to = starts[row]
+        # Another thread may have changed the row since it was counted.
+        count = min(count, starts[row + 1] - to)
         for j in range(count):
             values[to + j] = x[heads[j]]
             counts[to + j] = heads[j + 1] - heads[j] - 1

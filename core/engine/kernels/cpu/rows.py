@@ -224,10 +224,12 @@ def write_group_codes(codes, code_bits, words, at):
 
 
 @njit(nogil=True, cache=True)
-def write_codes(row, table, code_bits, grouped, uniform, x, codes, misses, words, at):
+def write_codes(row, table, code_bits, grouped, uniform, x, codes, misses, words, at, end):
     """Write group bits and codes at word `at`; return the word behind them.
 
-    ``misses[group]`` tells which chunks of a group are exceptions.
+    ``misses[group]`` tells which chunks of a group are exceptions. Nothing is written from word
+    `end` on: a row that another thread has changed since it was measured is cut. What it is then,
+    nobody wants; there may be no memory behind it.
     """
     chunks = row.shape[0]
     groups = (chunks + 31) >> 5
@@ -244,6 +246,9 @@ def write_codes(row, table, code_bits, grouped, uniform, x, codes, misses, words
             group_bits |= ONE << np.uint64(group & 31)
             misses[group] = ZERO
         else:
+            if at + code_bits > end:
+                misses[group:] = ZERO
+                return at
             write_group_codes(codes, code_bits, words, at)
             at += code_bits
             misses[group] = find_misses(codes)
@@ -254,8 +259,8 @@ def write_codes(row, table, code_bits, grouped, uniform, x, codes, misses, words
 
 
 @njit(nogil=True, cache=True)
-def write_exceptions(row, table, starts, uniform, mask_section, levels, misses, x, words, at):
-    """Write the exceptions at word `at`."""
+def write_exceptions(row, table, starts, uniform, mask_section, levels, misses, x, words, at, end):
+    """Write the exceptions at word `at`, and nothing from word `end` on; see `write_codes`."""
     chunks = row.shape[0]
     bit = at * 32
     carry = ZERO
@@ -272,6 +277,9 @@ def write_exceptions(row, table, starts, uniform, mask_section, levels, misses, 
             j = lowest_bit(rest)
             rest &= rest - ONE
             bits = width_of(row) - payload_bits_of(starts, base + j)
+            if bit + max(bits, 1) > 32 * end:
+                end_bits(words, bit, carry)
+                return
             bit, carry = append_bits(words, bit, carry, np.uint64(x[np.uint64(j)]), bits)
     end_bits(words, bit, carry)
 
@@ -323,14 +331,25 @@ def encode_rows(
             row = rows[r]
             table = tables[c]
             start = starts[c]
+            end_at = at + np.int64(lengths[r])
             next_at = write_payload(row, table, start, uniform, keep_section, levels, x, words, at)
             next_at = write_codes(
-                row, table, code_bits, grouped, uniform, x, codes, misses, words, next_at
+                row, table, code_bits, grouped, uniform, x, codes, misses, words, next_at, end_at
             )
             write_exceptions(
-                row, table, start, uniform, keep_section + levels, levels, misses, x, words, next_at
+                row,
+                table,
+                start,
+                uniform,
+                keep_section + levels,
+                levels,
+                misses,
+                x,
+                words,
+                next_at,
+                end_at,
             )
-            at += np.int64(lengths[r])
+            at = end_at
 
 
 @njit(nogil=True, cache=True)

@@ -199,7 +199,8 @@ def write_rows(
 ):
     """Write rows begin..end, begin a multiple of 32, to `words` where bases says.
 
-    Three streams of bits grow side by side, because where each begins is known.
+    Three streams of bits grow side by side, because where each begins is known. A row that another
+    thread has changed since it was measured is cut where it ends; see `rows.write_codes`.
     """
     chunks = rows.shape[1]
     payload_words = (payload_bits * chunks + 31) >> 5
@@ -223,6 +224,7 @@ def write_rows(
         payload_at = at
         code_at = at + payload_words
         exception_at = code_at + code_words
+        end_at = at + np.int64(lengths[r])
         payload_held = ZERO
         payload_filled = ZERO
         code_held = ZERO
@@ -263,7 +265,8 @@ def write_rows(
                 exception_held |= np.uint64(masked[x]) << exception_filled
                 exception_filled += m
                 if exception_filled >= WORD:
-                    words[exception_at] = exception_held & LOW_WORD
+                    if exception_at < end_at:
+                        words[exception_at] = exception_held & LOW_WORD
                     exception_at += 1
                     exception_held >>= WORD
                     exception_filled -= WORD
@@ -293,7 +296,8 @@ def write_rows(
                 exception_held |= np.uint64(masked[x]) << exception_filled
                 exception_filled += m
                 if exception_filled >= WORD:
-                    words[exception_at] = exception_held & LOW_WORD
+                    if exception_at < end_at:
+                        words[exception_at] = exception_held & LOW_WORD
                     exception_at += 1
                     exception_held >>= WORD
                     exception_filled -= WORD
@@ -307,6 +311,6 @@ def write_rows(
                 code_filled -= WORD
         if payload_filled > ZERO:
             words[payload_at] = payload_held & LOW_WORD
-        if exception_filled > ZERO:
+        if exception_filled > ZERO and exception_at < end_at:
             words[exception_at] = exception_held & LOW_WORD
-        at += np.int64(lengths[r])
+        at = end_at

@@ -384,7 +384,8 @@ def pack_zfp(x, fraction_bits, exponent_bits, starts, values, columns, begin, en
             continue
         first = row * ROW_UNITS
         for i in range(first, min(len(x), first + ROW_UNITS)):
-            if (np.uint64(x[i]) & infinite) == infinite:
+            # No more than were counted: another thread may have changed the row since.
+            if (np.uint64(x[i]) & infinite) == infinite and to < starts[row + 1]:
                 values[to] = x[i]
                 columns[to] = i - first
                 to += 1

@@ -36,15 +36,15 @@ extern "C" __global__ void __launch_bounds__(256) packed_words(
 }
 
 #if QUADS
-#define PACK_ROW(to)                                                    \
-  if (wide) encode_quads(row, chunks, start, f, to, lane);              \
-  else encode_row(row, chunks, table, start, f, to, lane)
+#define PACK_ROW(to)                                                          \
+  if (wide) encode_quads(row, chunks, start, f, to, lane, length);            \
+  else encode_row(row, chunks, table, start, f, to, lane, length)
 #elif WORDS
-#define PACK_ROW(to)                                                    \
-  if (wide) encode_by_words(row, chunks, start, q, codes, to, lane);    \
-  else encode_row(row, chunks, table, start, f, to, lane)
+#define PACK_ROW(to)                                                          \
+  if (wide) encode_by_words(row, chunks, start, q, codes, to, lane, length);  \
+  else encode_row(row, chunks, table, start, f, to, lane, length)
 #else
-#define PACK_ROW(to) encode_row(row, chunks, table, start, f, to, lane)
+#define PACK_ROW(to) encode_row(row, chunks, table, start, f, to, lane, length)
 #endif
 
 // Rows of at most stage_words words are put together in shared memory, longer ones (stage_words = 0) in
@@ -122,10 +122,10 @@ extern "C" __global__ void __launch_bounds__(256, MIN_BLOCKS) encode_rows(
 
 #if SHORT_LANES  // that take a short row, so that a warp has several at once; a byte field's codes are whole groups
 #if QUADS
-#define PACK_SHORT_ROW encode_quads<SHORT_LANES>(row, chunks, starts, f, stage, lane_of_row, packed)
+#define PACK_SHORT_ROW encode_quads<SHORT_LANES>(row, chunks, starts, f, stage, lane_of_row, length, packed)
 #define MEASURE_SHORT_ROW measure_row<WIDE, SHORT_LANES>(row, chunks, tables, starts, f, lane_of_row, r < n_rows)
 #else
-#define PACK_SHORT_ROW encode_by_words<SHORT_LANES>(row, chunks, starts, q, codes, stage, lane_of_row, packed)
+#define PACK_SHORT_ROW encode_by_words<SHORT_LANES>(row, chunks, starts, q, codes, stage, lane_of_row, length, packed)
 #define MEASURE_SHORT_ROW measure_by_words<SHORT_LANES>(row, chunks, starts, q, codes, lane_of_row, r < n_rows)
 #endif
 #define SHORT_ROWS (32 / SHORT_LANES)  // of a warp at once

@@ -96,10 +96,15 @@ __device__ __forceinline__ void put_bytes(u8* to, chunk_t x, int count) {
     if (b < count) to[b] = (u8)(x >> (8 * b));
 }
 
+// Words of more than any row, where there is room for that; their bits are a number too.
+#define ANY_ROW (1 << 25)
+
 // Pack one row into zeroed words, and return how many it takes. One lane a chunk, so that a step is a group.
+// `room`: words that may be written. A row that is changed by others meanwhile may take more than when it was
+// measured, here between two looks, and is cut: what it is then, nobody wants.
 __device__ __forceinline__ int encode_row(const stored_t* __restrict__ row, int chunks,
                                            const chunk_t* __restrict__ table, const int* __restrict__ starts,
-                                           const Field& f, u32* to, int lane) {
+                                           const Field& f, u32* to, int lane, int room) {
   const int positions = UNIFORM ? 1 : chunks;
   const int groups = (chunks + 31) >> 5;
   const int group_at = payload_words_of(starts, chunks);
@@ -116,7 +121,8 @@ __device__ __forceinline__ int encode_row(const stored_t* __restrict__ row, int 
       if (!__all_sync(FULL, first)) ++stored;
     }
   }
-  int exception_bit = (code_at + stored * CODE_BITS) * 32;
+  const int exceptions_at = code_at + stored * CODE_BITS;
+  int exception_bit = exceptions_at * 32;
   int next_code = code_at;
   for (int batch = 0; batch < groups; batch += AHEAD) {
     stored_t ahead[AHEAD];  // the chunks of several groups are loaded together
@@ -146,6 +152,7 @@ __device__ __forceinline__ int encode_row(const stored_t* __restrict__ row, int 
         if (lane == 0) atomicOr(to + group_at + (group >> 5), 1u << (group & 31));
         continue;
       }
+      if (GROUPED && next_code + CODE_BITS > min(exceptions_at, room)) break;
 #if CODE_BITS == 1
       const u32 word = __ballot_sync(FULL, code);
       if (lane == 0) to[next_code] = word;
@@ -166,7 +173,8 @@ __device__ __forceinline__ int encode_row(const stored_t* __restrict__ row, int 
         const int bits = missed ? POPC(mask) : 0;
         // Around the first one the compiler may copy this loop several times, which takes it 16 seconds.
         const int up_to_me = FIELD_LOW >= 0 ? inclusive_scan(bits, lane) : quick_scan(bits, lane);
-        if (missed) put_bits(to, exception_bit + up_to_me - bits, exception_of(x, mask, at, positions, f), bits);
+        if (missed && exception_bit + up_to_me <= 32 * room)
+          put_bits(to, exception_bit + up_to_me - bits, exception_of(x, mask, at, positions, f), bits);
         exception_bit += __shfl_sync(FULL, up_to_me, 31);
       }
     }
@@ -250,15 +258,16 @@ __device__ __forceinline__ bool in_quads(const stored_t* rows, int chunks) {
   return ((u64)rows & (sizeof(four_chunks_t) - 1)) == 0 && chunks % 4 == 0;
 }
 
-// Pack one row into zeroed words, and return how many it takes: the words of encode_row. LANES lanes of the
-// warp take the row; all lanes call, also those that have none.
+// Pack one row into zeroed words, and return how many it takes: the words of encode_row, of which `room` may be
+// written. LANES lanes of the warp take the row; all lanes call, also those that have none.
 template <int LANES = 32>
 __device__ __forceinline__ int encode_quads(const stored_t* __restrict__ row, int chunks, const int* __restrict__ starts,
-                                             const Field& f, u32* to, int lane, bool has_row = true) {
+                                             const Field& f, u32* to, int lane, int room, bool has_row = true) {
   const int groups = (chunks + 31) >> 5, quads = has_row ? chunks >> 2 : 0;
   const int code_at = payload_words_of(starts, chunks);
   u8* const codes_to = (u8*)(to + code_at);
   u8* const exceptions = (u8*)(to + code_at + groups * CODE_BITS);
+  u8* const end = (u8*)(to + room);
   const four_chunks_t* const from = (const four_chunks_t*)row;
   int missed = 0;  // before this step
   for (int batch = 0; batch < groups * 8; batch += LANES * QUADS_AHEAD) {
@@ -318,7 +327,7 @@ __device__ __forceinline__ int encode_quads(const stored_t* __restrict__ row, in
         u8* at = exceptions + missed + up_to_me - count;
 #pragma unroll
         for (int v = 0; v < 4; ++v)
-          if (misses >> v & 1) *at++ = (u8)exponents[v];
+          if (misses >> v & 1 && at < end) *at++ = (u8)exponents[v];
         missed += __shfl_sync(FULL, up_to_me, LANES - 1, LANES);
       }
     }

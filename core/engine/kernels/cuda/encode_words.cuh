@@ -92,12 +92,13 @@ __device__ __forceinline__ uint4 payload_of_words(const Words& q, const u32 (&x)
   return make_uint4((u32)a, (u32)(a >> 32), (u32)b, (u32)(b >> 32));
 }
 
-// Pack one row into zeroed words, and return how many it takes: the words of encode_row. Rows and their parts
-// are multiples of 16 bytes; a lane takes 16 at once. LANES lanes of the warp take the row; all lanes call, also
-// those that have none.
+// Pack one row into zeroed words, and return how many it takes: the words of encode_row, of which `room` may be
+// written. Rows and their parts are multiples of 16 bytes; a lane takes 16 at once. LANES lanes of the warp take
+// the row; all lanes call, also those that have none.
 template <int LANES = 32>
 __device__ __forceinline__ int encode_by_words(const stored_t* __restrict__ row, int chunks, const int* __restrict__ starts,
-                                               const Words& q, const u8* codes, u32* to, int lane, bool has_row = true) {
+                                               const Words& q, const u8* codes, u32* to, int lane, int room,
+                                               bool has_row = true) {
 #if CHUNK_BYTES == 1
   typedef half_t piece_t;  // what a lane's bits in the payload and its codes are multiples of
 #else
@@ -150,7 +151,7 @@ __device__ __forceinline__ int encode_by_words(const stored_t* __restrict__ row,
         half_t* at = (half_t*)to + (bit >> 4);
 #pragma unroll
         for (int v = 0; v < WIDE; ++v)
-          if (missed[0] >> (CODE_BITS * v) & 1) *at++ = (half_t)(x[v / 2] >> (16 * (v & 1)));
+          if (missed[0] >> (CODE_BITS * v) & 1 && at < (half_t*)(to + room)) *at++ = (half_t)(x[v / 2] >> (16 * (v & 1)));
         continue;
       }
 #endif
@@ -159,8 +160,9 @@ __device__ __forceinline__ int encode_by_words(const stored_t* __restrict__ row,
         for (u32 left = missed[s]; left; left &= left - 1) {
           const int v = (__ffs(left) - 1) / CODE_BITS;
           const u32 four = v < 4 ? c.fields[2 * s] : c.fields[2 * s + 1];
-          put_bits(to, bit, four >> (8 * (v & 3)) & 255, q.exception_bits);
+          const int at = bit;
           bit += q.exception_bits;
+          if (bit <= 32 * room) put_bits(to, at, four >> (8 * (v & 3)) & 255, q.exception_bits);
         }
     }
   }

@@ -137,6 +137,7 @@ __device__ __forceinline__ void pack_rows(const stored_t* __restrict__ x, i64 un
       const int word = k * ROW_WARPS + (threadIdx.x >> 5);
       if (marks[word] >> (threadIdx.x & 31) & 1) {
         const int rank = before[word] + __popc(marks[word] & below);
+        if (rank >= kept_here) continue;  // of a row that others have changed since it was counted
         values[first + rank] = row.x[k];
         const unsigned short column = (unsigned short)(k * ROW_THREADS + threadIdx.x);
         if (COLUMNS) ((unsigned short*)places)[first + rank] = column;

@@ -76,10 +76,10 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, MIN_BLOCKS)
         const stored_t* const row = rows + r * chunks;
         u32* const to = stage + size;
 #if QUADS
-        if (quads) length = (u32)encode_quads(row, chunks, starts, f, to, lane);
+        if (quads) length = (u32)encode_quads(row, chunks, starts, f, to, lane, ANY_ROW);
         else
 #endif
-          length = (u32)encode_row(row, chunks, tables, starts, f, to, lane);
+          length = (u32)encode_row(row, chunks, tables, starts, f, to, lane, ANY_ROW);
         size += min(length, (u32)row_words);
         __syncwarp();
         if (length >= (u32)row_words) {

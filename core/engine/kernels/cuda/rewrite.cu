@@ -87,10 +87,10 @@ extern "C" __global__ void __launch_bounds__(256) rewrite_rows(
     const chunk_t* table = tables + (i64)cluster * SECTIONS * positions;
     const int* start = starts + (i64)cluster * (positions + 1);
 #if QUADS
-    if (quads) encode_quads(row, chunks, start, f, stage, lane);
+    if (quads) encode_quads(row, chunks, start, f, stage, lane, length);
     else
 #endif
-      encode_row(row, chunks, table, start, f, stage, lane);
+      encode_row(row, chunks, table, start, f, stage, lane, length);
     __syncwarp();
     for (int j = lane; j < length; j += 32) {
       to[j] = stage[j];
