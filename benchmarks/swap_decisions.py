@@ -235,7 +235,7 @@ def grid(model: str, job: Job) -> dict[str, Rows]:
             for _ in range(EPOCH_STEPS):
                 job.step(contextlib.nullcontext())
             rows = offload.report().decisions
-            last = [dict(row) for row in rows if row["epoch"] == rows[-1]["epoch"]]
+            last = [dict(row) for row in rows if row["profile"] == rows[-1]["profile"]]
             for row in last:
                 layer = {"saved by": row["site"], "MB": row["nbytes"] / 1e6}
                 what = row["codec"] or row["action"]

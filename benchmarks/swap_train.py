@@ -184,7 +184,7 @@ def measure(job: Job, way: str, select: str, until: float) -> Measured:
     finally:
         used.close()
     if way == "auto" and arguments.agreement and measured.decisions:
-        last = [r for r in measured.decisions if r["epoch"] == measured.decisions[-1]["epoch"]]
+        last = [r for r in measured.decisions if r["profile"] == measured.decisions[-1]["profile"]]
         with going_on(arguments, f"measured times of the decisions of {measured.name}"):
             measured.sites, measured.agreement = compared(
                 last, tensors_of(job, SELECTS[select]), time_model(job, last).predict, job.limits
@@ -390,8 +390,8 @@ def decided(decisions: Rows) -> Rows:
     """Return a row for each profile: its zeros, and how many bytes were decided to go which way."""
     rows: dict[int, dict[str, Any]] = {}
     for row in decisions:
-        at = rows.setdefault(row["epoch"], {"profile": row["epoch"], "sites": 0, "zeros %": 0.0})
-        total = sum(r["nbytes"] for r in decisions if r["epoch"] == row["epoch"])
+        at = rows.setdefault(row["profile"], {"profile": row["profile"], "sites": 0, "zeros %": 0.0})
+        total = sum(r["nbytes"] for r in decisions if r["profile"] == row["profile"])
         at["sites"] += 1
         at["zeros %"] += 100 * (row["sparsity"] or 0.0) * row["nbytes"] / total
         what = row["codec"] or row["action"]

@@ -91,6 +91,9 @@ class AutoPolicy:
         self._fitted: dict[str, SiteRecord] = {}
         self._models = TimeModels(codecs)
         self._failure_reported = False
+        #: As the caller has told it, and of the pass that is profiled.
+        self._epoch: int | None = None
+        self._profiled_epoch: int | None = None
         self._epoch_began = False
         #: What profiles and passes took of the host, and when the last pass began.
         self._profile_s: deque[float] = deque(maxlen=TIMED_PROFILES)
@@ -132,7 +135,7 @@ class AutoPolicy:
             if self._profiled is None and (due or not self._profiles):
                 self._codecs.was_fitting = False
                 entered.profile = PassProfile(self._codecs)
-                self._profiled = entered
+                self._profiled, self._profiled_epoch = entered, self._epoch
                 self._epoch_began = False
             return changed
 
@@ -167,9 +170,9 @@ class AutoPolicy:
         """Return 0: nothing is packed on the device."""
         return 0.0
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """Profile the next pass."""
-        self._epoch_began = True
+        self._epoch, self._epoch_began = epoch, True
 
     def observed(self, blob: SentBlob, decodes: bool, seconds: float) -> None:
         """Correct the model of a device by what a real swap took there."""
@@ -197,7 +200,7 @@ class AutoPolicy:
             except (BitslabError, torch.OutOfMemoryError) as error:
                 self._tell(device, error)
                 continue
-            self.history.add(self._profiles - 1, records, made)
+            self.history.add(self._profiles - 1, records, made, self._profiled_epoch)
             self._decisions.update({decision.site: decision for decision in made})
         return True
 

@@ -396,7 +396,7 @@ class ActivationOffload:
         _check_number("epoch", epoch)
         if self._codecs.rate is not None:
             self._codecs.rate.begin_epoch(epoch)
-        self._policy.begin_epoch()
+        self._policy.begin_epoch(epoch)
 
     def micro_batch(self, number: int | None) -> None:
         """Say which micro-batch this thread works at, from 0; None for no one of them.

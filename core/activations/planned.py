@@ -492,7 +492,7 @@ class PlannedPolicy:
 
     # For the hooks and the report
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """Do nothing: plans are made anew when steps change."""
 
     def observed(self, blob: SentBlob, decodes: bool, seconds: float) -> None:

@@ -258,7 +258,7 @@ class Policy(Protocol):
     def packed_bytes(self, site: str) -> float:
         """Return the bytes that a site's tensor is expected to be packed to on the device."""
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """Begin an epoch, of which the first pass is profiled where passes are."""
 
     def sm_budget(self, name: str, site: Site) -> int | None:
@@ -331,7 +331,7 @@ class FixedPolicy:
         """Return 0: nothing is packed on the device."""
         return 0.0
 
-    def begin_epoch(self) -> None:
+    def begin_epoch(self, epoch: int) -> None:
         """Do nothing: there are no profiles."""
 
     def sm_budget(self, name: str, site: Site) -> int | None:

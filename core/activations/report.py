@@ -203,7 +203,9 @@ class ActivationReport:
     def decision_table(self) -> Table:
         """Return a rich table of what was decided at each profile, one row a site: figure 9.
 
-        Its last row counts the sites that are packed: figure 8. Without profiles it is empty.
+        A profile stands under its number, and its epoch where `ActivationOffload.begin_epoch` has
+        told it. The last row counts the sites that are packed: figure 8. Without profiles it is
+        empty.
 
         Raises
         ------
@@ -214,7 +216,7 @@ class ActivationReport:
         from rich.table import Table
         from rich.text import Text
 
-        profiles = sorted({row["epoch"] for row in self.decisions})
+        profiles = {row["profile"]: row["epoch"] for row in self.decisions}
         table = Table(title="what was decided at each profile", show_footer=True)
         table.add_column("site", "packed", overflow="fold")
         cells: dict[str, dict[int, str]] = {}
@@ -222,10 +224,11 @@ class ActivationReport:
             what = row["codec"] or row["action"]
             if row["sparsity"] is not None:
                 what += f" {row['sparsity']:.0%}"  # zeros
-            cells.setdefault(row["site"], {})[row["epoch"]] = what
-        for profile in profiles:
-            packed = sum(r["action"] == "pack" for r in self.decisions if r["epoch"] == profile)
-            table.add_column(str(profile), str(packed))
+            cells.setdefault(row["site"], {})[row["profile"]] = what
+        for profile, epoch in profiles.items():
+            packed = sum(r["action"] == "pack" for r in self.decisions if r["profile"] == profile)
+            heading = str(profile) if epoch is None else f"{profile}, epoch {epoch}"
+            table.add_column(heading, str(packed))
         for site, own in cells.items():
             table.add_row(Text(site), *(Text(own.get(profile, "")) for profile in profiles))
         return table

@@ -79,7 +79,7 @@ def test_the_link_decides(link: Callable[[float], None]) -> None:
     reasons = {site.unit.name: site.reason for site in report.sites}
     assert re.search(r"ms raw, .* ms by .* \(5\d% zeros, \d+% of the bytes cross", reasons["1:0"])
     rows = [row for row in report.to_dict()["decisions"] if row["site"] == "1:0"]
-    assert [row["epoch"] for row in rows] == list(range(len(rows)))
+    assert [row["profile"] for row in rows] == list(range(len(rows)))
     assert {row["action"] for row in rows} == {"pack", "raw"} and any(r["changed"] for r in rows)
     assert rows[0]["nbytes"] == 64 * 256 * 4 and 0.4 < rows[0]["sparsity"] < 0.6
     shown = printed(report.table())
@@ -96,7 +96,7 @@ def test_profiles_come_every_so_many_passes(link: Callable[[float], None]) -> No
     offload = attach(model, profile_every=5)
     train(model, 12)
     # Passes 0, 2, 5 and 10, each evaluated when the one after it begins.
-    assert len({row["epoch"] for row in offload.report().decisions}) == 4
+    assert len({row["profile"] for row in offload.report().decisions}) == 4
     offload.detach()
 
 
@@ -318,8 +318,17 @@ def test_an_epoch_begins_with_a_profile(link: Callable[[float], None]) -> None:
     model = Gate()
     offload = attach(model, profile_every=100)
     train(model, 6)
-    assert len({row["epoch"] for row in offload.report().decisions}) == 2
+    assert len({row["profile"] for row in offload.report().decisions}) == 2
     offload.begin_epoch(1)
     train(model, 4)
-    assert len({row["epoch"] for row in offload.report().decisions}) == 3
+    assert len({row["profile"] for row in offload.report().decisions}) == 3
+    offload.begin_epoch(5)
+    train(model, 2)
+    offload.begin_epoch(6)  # of a pass that the last profile is not of
+    train(model, 1)
+    report = offload.report()
+    epochs = {row["profile"]: row["epoch"] for row in report.decisions}
+    assert epochs == {0: None, 1: None, 2: 1, 3: 5}
+    headings = [str(column.header) for column in report.decision_table().columns]
+    assert headings == ["site", "0", "1", "2, epoch 1", "3, epoch 5"]
     offload.detach()

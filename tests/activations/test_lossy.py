@@ -241,7 +241,7 @@ def test_auto_finds_the_range_and_packs_dense_tensors(link: Callable[[float], No
     (note,) = [note for note in report.notes if note.startswith("Lossy")]
     found = re.search(r"P = (\d+) of 128: sliding, Top (\d+), Bottom 24, epoch 0 of 4", note)
     assert found and found[1] == found[2] and int(found[2]) > 100  # crossing is all that costs
-    (row,) = [r for r in report.decisions if r["site"] == "1:0" and r["epoch"] == 0]
+    (row,) = [r for r in report.decisions if r["site"] == "1:0" and r["profile"] == 0]
     assert row["ratio"]["zfp"] == pytest.approx(int(found[1]) / 128, rel=0.1)
     train(model, 4)
     offload.report()

@@ -8,14 +8,14 @@ from typing import Any
 from ...errors import ArgumentError
 from .swapping import Decision, SiteRecord
 
-#: Epochs that are kept at most; a training of a week may have tens of thousands of profiles.
-MOST_EPOCHS = 256
+#: Profiles that are kept at most; a training of a week may have tens of thousands.
+MOST_PROFILES = 256
 
 
 class DecisionHistory:
-    """Decisions of a training run, by epoch and site.
+    """Decisions of a training run, by profile and site.
 
-    Of more than `MOST_EPOCHS` every second one is forgotten, again and again, so that the early
+    Of more than `MOST_PROFILES` every second one is forgotten, again and again, so that the early
     ones lie further apart. One thread may add while others read.
     """
 
@@ -28,15 +28,23 @@ class DecisionHistory:
     def _rows(self) -> list[dict[str, Any]]:
         return [row for rows in list(self._rows_of.values()) for row in rows]
 
-    def add(self, epoch: int, records: Iterable[SiteRecord], decisions: Iterable[Decision]) -> None:
+    def add(
+        self,
+        profile: int,
+        records: Iterable[SiteRecord],
+        decisions: Iterable[Decision],
+        epoch: int | None = None,
+    ) -> None:
         """Keep what was decided at a profile, and what it was decided from.
 
         Parameters
         ----------
-        epoch : int
-            Number of the epoch, or of the profile.
+        profile : int
+            Number of the profile.
         records, decisions : iterable
             Of the same sites in the same order.
+        epoch : int, optional
+            The epoch that it was made in, where one is known.
 
         Raises
         ------
@@ -49,6 +57,7 @@ class DecisionHistory:
         last = self._last
         made = [
             {
+                "profile": profile,
                 "epoch": epoch,
                 **decision.to_dict(),
                 "nbytes": record.nbytes,
@@ -65,32 +74,33 @@ class DecisionHistory:
         ]
         self._last = last | {each.site: (each.action, each.codec) for each in chosen}
         kept = self._rows_of
-        if epoch not in kept and len(kept) >= MOST_EPOCHS:
-            epochs = list(kept)
-            kept = {each: kept[each] for each in (epochs[0], *epochs[1::2])}  # with the last one
-        self._rows_of = kept | {epoch: kept.get(epoch, []) + made}
+        if profile not in kept and len(kept) >= MOST_PROFILES:
+            profiles = list(kept)
+            kept = {each: kept[each] for each in (profiles[0], *profiles[1::2])}  # with the last
+        self._rows_of = kept | {profile: kept.get(profile, []) + made}
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return a row for each site and epoch that is kept, in the order of the epochs.
+        """Return a row for each site and profile that is kept, in the order of the profiles.
 
-        Its keys are those of `Decision`, with ``epoch``, ``nbytes``, ``dtype``, ``operation``,
+        Its keys are those of `Decision`, with ``profile`` (its number), ``epoch`` (None where it is
+        not known), ``nbytes``, ``dtype``, ``operation``,
         ``hidden_forward_s``, ``hidden_backward_s``, ``sparsity``, ``ratio``, and ``changed``:
         whether the site was treated otherwise before.
         """
         return [dict(row) for row in self._rows]
 
     def packed_sites(self) -> dict[int, int]:
-        """Return the number of sites that are packed, by epoch: figure 8."""
+        """Return the number of sites that are packed, by profile: figure 8."""
         counts: dict[int, int] = {}
         for row in self._rows:
-            counts[row["epoch"]] = counts.get(row["epoch"], 0) + (row["action"] == "pack")
+            counts[row["profile"]] = counts.get(row["profile"], 0) + (row["action"] == "pack")
         return counts
 
     def grid(self) -> dict[str, dict[int, str]]:
-        """Return by site and epoch the codec, "raw" or "keep": figure 9."""
+        """Return by site and profile the codec, "raw" or "keep": figure 9."""
         grid: dict[str, dict[int, str]] = {}
         for row in self._rows:
-            grid.setdefault(row["site"], {})[row["epoch"]] = row["codec"] or row["action"]
+            grid.setdefault(row["site"], {})[row["profile"]] = row["codec"] or row["action"]
         return grid
 
 

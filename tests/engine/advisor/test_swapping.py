@@ -26,7 +26,7 @@ from bitslab.engine.advisor import (
     packed_bytes,
     swap_cost,
 )
-from bitslab.engine.advisor.decision_history import MOST_EPOCHS
+from bitslab.engine.advisor.decision_history import MOST_PROFILES
 
 MB = 1_000_000
 
@@ -327,13 +327,13 @@ def test_agreement_with_measured_times() -> None:
 
 
 def test_a_long_history_is_thinned_out() -> None:
-    history, n = DecisionHistory(), 20 * MOST_EPOCHS
+    history, n = DecisionHistory(), 20 * MOST_PROFILES
     sites = [record("a", 100), record("b", 100)]
     made = decide(sites, MODEL, LINK)
     for epoch in range(n):
         history.add(epoch, sites[:1], made[:1])  # of one device, and of another one
         history.add(epoch, sites[1:], made[1:])
-        assert len(history.packed_sites()) <= MOST_EPOCHS
+        assert len(history.packed_sites()) <= MOST_PROFILES
     kept = list(history.packed_sites())
     assert kept[0] == 0 and kept[-1] == n - 1 and kept == sorted(kept)
-    assert len(kept) >= MOST_EPOCHS // 2 and len(history.rows()) == 2 * len(kept)
+    assert len(kept) >= MOST_PROFILES // 2 and len(history.rows()) == 2 * len(kept)
