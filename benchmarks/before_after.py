@@ -6,7 +6,7 @@ python benchmarks/before_after.py ../before . --rounds 3 --out table.md -- "code
 Versions are folders of checkouts or commits of this one. Each runs its own scripts of benchmarks/
 in processes of their own, the first one changing from round to round: before, after, after,
 before. A figure is the best of the rounds. `change` is how much longer the later version takes, or
-how much more memory, in percent (of a rate: how much lower it is); `noise` is how far the rounds of
+how much more memory, in percent (of a rate or ratio: how much lower); `noise` is how far the rounds of
 one version differ, the larger of both. A row counts as slower where its change is above --limit and
 above the noise; equal figures, sizes mostly, are counted only.
 """
@@ -30,7 +30,7 @@ from typing import Any
 from timing import add_output, markdown
 
 ROOT = Path(__file__).resolve().parents[1]
-RATES = ("/s",)  # ends of columns where more is better,
+RATES = ("/s", "ratio")  # ends of columns where more is better,
 SHARE = " of "  # in the name of a column of shares of what a peer does, where more is better too,
 COSTS = (" ms", " us", " s", "MB", "bytes", "B/row", "MB/token")  # and where less is
 #: Units of columns that name none, by the words of their table's title.

@@ -74,6 +74,12 @@ def test_a_change_within_the_noise_is_none(
     assert figure.line(3)["slower"] == slower
 
 
+def test_a_ratio_that_falls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure = script("before_after", monkeypatch).Figure("a table", "published ratio")
+    figure.rounds = {"before": [1.2005], "after": [1.1563]}
+    assert figure.line(3)["slower"] == "yes"
+
+
 @pytest.mark.parametrize(
     ("title", "figures"),
     [
