@@ -390,7 +390,9 @@ def decided(decisions: Rows) -> Rows:
     """Return a row for each profile: its zeros, and how many bytes were decided to go which way."""
     rows: dict[int, dict[str, Any]] = {}
     for row in decisions:
-        at = rows.setdefault(row["profile"], {"profile": row["profile"], "sites": 0, "zeros %": 0.0})
+        at = rows.setdefault(
+            row["profile"], {"profile": row["profile"], "sites": 0, "zeros %": 0.0}
+        )
         total = sum(r["nbytes"] for r in decisions if r["profile"] == row["profile"])
         at["sites"] += 1
         at["zeros %"] += 100 * (row["sparsity"] or 0.0) * row["nbytes"] / total

@@ -91,7 +91,7 @@ class AutoPolicy:
         self._fitted: dict[str, SiteRecord] = {}
         self._models = TimeModels(codecs)
         self._failure_reported = False
-        #: As the caller has told it, and of the pass that is profiled.
+        #: As `begin_epoch` was called with, and that of the pass that is profiled.
         self._epoch: int | None = None
         self._profiled_epoch: int | None = None
         self._epoch_began = False

@@ -43,6 +43,7 @@ _MOST_FORMS = 6
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 _STRIDED = torch.strided
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_dispatch_mode, _FAKE_MODE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 
 #: Classes of nodes that are none of these.
 _no_forms: set[type] = set()
@@ -94,6 +95,8 @@ def is_plain(t: torch.Tensor) -> bool:
         and not t.is_nested
         and not t.is_quantized
         and not _is_wrapped(t)
+        # Its copy would be a fake one, and serve saves of the same storage behind the mode.
+        and _dispatch_mode(_FAKE_MODE) is None
     )
 
 

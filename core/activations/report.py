@@ -203,8 +203,8 @@ class ActivationReport:
     def decision_table(self) -> Table:
         """Return a rich table of what was decided at each profile, one row a site: figure 9.
 
-        A profile stands under its number, and its epoch where `ActivationOffload.begin_epoch` has
-        told it. The last row counts the sites that are packed: figure 8. Without profiles it is
+        A profile stands under its number, and its epoch where `ActivationOffload.begin_epoch` was
+        called with one. The last row counts the sites that are packed: figure 8. Without profiles it is
         empty.
 
         Raises

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from bitslab.activations.disk import DiskRates, tier
+from bitslab.engine.codecs import ChainCodec, InvariantBlobCodec
 from tests.quick_measuring import measure_quickly
 
 
@@ -29,6 +30,13 @@ def link(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
         monkeypatch.setenv("BITSLAB_LINK", json.dumps(figures))
 
     return set_rate
+
+
+@pytest.fixture
+def fits_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fit codecs to the first tensor of a site, for which the host waits, so that it is packed."""
+    monkeypatch.setattr(InvariantBlobCodec, "learns", False)
+    monkeypatch.setattr(ChainCodec, "learns", False)
 
 
 @pytest.fixture

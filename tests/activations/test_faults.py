@@ -17,7 +17,7 @@ from bitslab import ArgumentError, ArgumentTypeError, CorruptedDataError
 from bitslab.activations import crossing, executor, host_room, limits
 from bitslab.engine.codecs import ZvcCodec
 from bitslab.engine.kernels.cpu.blob_copy import copy_blob
-from bitslab.engine.memory import host_arena
+from bitslab.engine.memory import Arena, host_arena, page_locking
 from bitslab.errors import BitslabError
 from tests.activations.bitmap_codec import BitmapCodec
 
@@ -65,8 +65,9 @@ def small() -> nn.Sequential:
 def gradients(model: nn.Module, steps: int = 1) -> list[torch.Tensor]:
     torch.manual_seed(8)
     model.zero_grad()
+    device = next(model.parameters()).device
     for _ in range(steps):
-        model(torch.randn(32, 64)).sum().backward()
+        model(torch.randn(32, 64).to(device)).sum().backward()
     return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
 
@@ -168,6 +169,43 @@ def test_page_locking_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     room = host_room.HostRoom(on_gpu=True)  # where memory that is not page-locked is of no use
     with pytest.raises(host_room.HostMemoryError, match="refused to page-lock"):
         room.cut(64, [])
+
+
+@pytest.mark.parametrize("policy", ["raw", "static", "host"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_steps_when_page_locking_is_refused(
+    device: str, policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They go on with tensors kept, each warning comes once; tensors are moved when it is not."""
+    model = small().to(device)
+    plain = gradients(model, 3)
+    expected = ["host memory for '0:0' cannot be had (the system refused to page-lock"]
+    if device == "cuda":
+        expected.insert(0, "the system refused to page-lock 67108864 bytes of host memory (on ")
+        monkeypatch.setattr(page_locking.registrar, "register", lambda *memory: "on purpose")
+        monkeypatch.setattr(page_locking, "_warned_of_refusal", False)
+        arena = Arena()  # which has nothing page-locked yet
+        monkeypatch.setattr(host_room, "host_arena", lambda: arena)
+    else:  # where there is nothing to page-lock memory
+        make = host_room.HostRoom.__init__
+        monkeypatch.setattr(
+            host_room.HostRoom, "__init__", lambda room, _, *rest: make(room, True, *rest)
+        )
+    offload = attach(model, policy=policy, codecs="zvc")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = gradients(model, 3)
+    messages = [str(w.message) for w in caught if "bitslab: " in str(w.message)]
+    assert len(messages) == len(expected)
+    assert all(part in message for part, message in zip(expected, messages, strict=True))
+    assert all(map(torch.equal, found, plain))
+    assert offload.stats()["moved_tensors"] == 0
+    offload.detach()
+    monkeypatch.undo()
+    offload = attach(model, policy=policy, codecs="zvc")
+    assert all(map(torch.equal, gradients(model, 3), plain))
+    assert offload.stats()["moved_tensors"] == 12
+    offload.detach()
 
 
 @pytest.mark.parametrize("where", [0, 9, 20, 32, 200, -1])

@@ -14,8 +14,6 @@ import torch
 from torch import nn
 
 import bitslab
-from bitslab.activations import crossing
-from bitslab.activations.executor import Executor
 from bitslab.activations.host_room import HostMemoryError, HostRoom
 from bitslab.engine.memory import host_arena
 
@@ -410,50 +408,6 @@ def test_a_change_of_what_is_kept_until_it_is_moved() -> None:
         with pytest.raises(bitslab.ModifiedInPlaceError):
             y.sum().backward()
         offload.detach()
-
-
-@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-@pytest.mark.parametrize("where", ["store", "bytes_of", "encode", "fetch"])
-def test_an_error_in_a_hook_leaves_nothing(
-    error: type[BaseException],
-    where: str,
-    no_collector: None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The next step is right, and memory and threads are what they were."""
-    torch.manual_seed(2)
-    model = nn.Sequential(*(m for _ in range(3) for m in (nn.Linear(64, 64), nn.Tanh())))
-    x = torch.randn(32, 64)
-    model(x).sum().backward()
-    plain = gradients(model)
-    before, running = used_bytes(), threads()
-    offload = bitslab.offload_activations(
-        model, policy="static", codecs="zvc", min_bytes=64, in_flight_bytes=0
-    )
-    in_thread = where == "encode"  # whose error keeps the tensor
-    owner: Any = crossing if in_thread else Executor
-    real = getattr(owner, where)
-    calls = []
-
-    def failing(*args: Any, **more: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            raise error("on purpose")
-        return real(*args, **more)
-
-    monkeypatch.setattr(owner, where, failing)
-    with pytest.warns(UserWarning) if in_thread else pytest.raises(error):
-        model(x).sum().backward()
-    monkeypatch.undo()
-    assert len(calls) >= 2
-    for _ in range(2):
-        model.zero_grad()
-        model(x).sum().backward()
-        assert all(map(torch.equal, gradients(model), plain))
-    offload.detach()
-    if in_thread:
-        gc.collect()  # an error of a thread is in a cycle with the frames that it went through
-    assert (used_bytes(), threads()) == (before, running)
 
 
 def test_copies_of_graphs_that_are_gone_count_until_they_are_over() -> None:

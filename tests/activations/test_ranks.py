@@ -9,16 +9,19 @@ import pytest
 from tests.activations.rank_pairs import seen_by_two_ranks
 
 RANK = """
-import json, sys
+import json, os, sys
 root, rank, folder = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 sys.path.insert(0, root)
 from datetime import timedelta
+from pathlib import Path
+import pytest
 import torch, torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 import bitslab
+from tests.quick_measuring import measure_quickly
 
 torch.set_num_threads(1)
 dist.init_process_group(
@@ -38,9 +41,20 @@ def sharded(model):
             fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
-STATIC = {"policy": "static", "codecs": "zvc", "verify": True}
+# So slow a link that auto packs, by measurements of milliseconds.
+names = "host_to_device", "device_to_host", "zero_copy", "host_gather"
+os.environ["BITSLAB_LINK"] = json.dumps({f"{name}_bytes_per_s": 1e4 for name in names})
+measure_quickly(pytest.MonkeyPatch(), Path(folder, str(rank)))
 
-def train(wrap, offloaded, before, options=STATIC, steps=3):
+POLICIES = {
+    "auto": {"policy": "auto", "profile_every": 1},
+    "raw": {"policy": "raw"},
+    "static": {"policy": "static", "codecs": "zvc"},
+    "host": {"policy": "host", "codecs": "zvc"},
+    "keep": {"policy": "keep"},
+}
+
+def train(wrap, offloaded=False, before=False, steps=4, **options):
     model = make()
     offload = None
     def attach(model):
@@ -58,26 +72,28 @@ def train(wrap, offloaded, before, options=STATIC, steps=3):
         optimizer.step()
     found = [p.detach() for p in model.parameters()]
     found = [p.to_local() if hasattr(p, "to_local") else p for p in found]
-    sites = []
+    figures = {}
     if offload is not None:
-        sites = [[s.choice, s.operation] for s in offload.report().sites]
-        if options is STATIC:
-            seen.setdefault("moved", []).append(offload.stats()["moved_tensors"])
-        else:
-            seen.setdefault("declined", []).append(offload.plan.declined)
+        figures["choices"] = [site.choice for site in offload.report().sites]
+        figures["moved"] = offload.stats()["moved_tensors"]
+        if "memory" in options:
+            figures["declined"] = offload.plan.declined
         offload.detach()
-    return [p.clone() for p in found], sites
+    return [p.clone() for p in found], figures
+
+def compare(case, plain, found, figures):
+    same = all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    seen[case] = {"same": same, **figures}
 
 for name, wrap in {"ddp": DistributedDataParallel, "fsdp2": sharded}.items():
-    plain, _ = train(wrap, False, False)
+    plain, _ = train(wrap)
     for before in (False, True) if name == "ddp" else (False,):
-        found, sites = train(wrap, True, before)
-        seen[f"{name} {before}"] = all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
-        seen[f"{name} {before} sites"] = sites
+        for policy, options in POLICIES.items():
+            case = f"{name} {'before' if before else 'after'} {policy}"
+            compare(case, plain, *train(wrap, True, before, verify=True, **options))
     planned = {"memory": 5000, "codecs": [], "recompute": name == "ddp"}
-    plain, _ = train(wrap, False, False, steps=7)
-    found, sites = train(wrap, True, False, planned, 7)
-    seen[f"{name} planned"] = all(torch.equal(a, b) for a, b in zip(found, plain, strict=True))
+    plain, _ = train(wrap, steps=7)
+    compare(f"{name} planned", plain, *train(wrap, True, steps=7, **planned))
 print(json.dumps(seen))
 dist.destroy_process_group()
 """
@@ -89,18 +105,26 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return seen_by_two_ranks(RANK, tmp_path_factory.mktemp("ranks"), timeout_s=120)
 
 
-@pytest.mark.parametrize("case", ["ddp False", "ddp True", "fsdp2 False"])
-def test_gradients_on_two_ranks(ranks: list[dict[str, Any]], case: str) -> None:
+@pytest.mark.parametrize("policy", ["auto", "raw", "static", "host", "keep"])
+@pytest.mark.parametrize("wrapped", ["ddp after", "ddp before", "fsdp2 after"])
+def test_gradients_on_two_ranks(ranks: list[dict[str, Any]], wrapped: str, policy: str) -> None:
     for seen in ranks:
-        assert seen[case]
-        # The input and three outputs of ReLUs: no parameter, gathered or not, is moved.
-        assert len(seen[f"{case} sites"]) == 4
-        assert all(choice == "zvc" for choice, _ in seen[f"{case} sites"])
-        assert all(moved == 12 for moved in seen["moved"])
+        found = seen[f"{wrapped} {policy}"]
+        assert found["same"]
+        if policy == "keep":
+            assert found["moved"] == 0 and set(found["choices"]) == {"keep"}
+            continue
+        # In four steps the input and three outputs of ReLUs: no parameter, gathered or not.
+        assert found["moved"] == 16 and len(found["choices"]) == 4
+        choices = set(found["choices"])
+        if policy == "auto":
+            assert choices - {"raw", "keep"}, "packed by a codec"
+        else:
+            assert choices == {"zvc" if policy == "static" else policy}
 
 
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_gradients_of_planned_steps_on_two_ranks(ranks: list[dict[str, Any]], name: str) -> None:
     for seen in ranks:
-        assert seen[f"{name} planned"]
-        assert seen["declined"] == [False, False]
+        assert seen[f"{name} planned"]["same"]
+        assert not seen[f"{name} planned"]["declined"]

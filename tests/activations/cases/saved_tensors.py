@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from tests.activations.cases.training import Tensors, attached, case, gradients
+from tests.activations.cases.training import Tensors, attached, case, gradients, small_model
 
 # Views of one storage
 
@@ -302,3 +304,35 @@ def sparse_and_subclass_tensors(t: Any) -> Tensors:
         z = (z * z.sin()).exp()
     (y.sum() + z.sum().as_subclass(torch.Tensor)).backward()
     return [x.grad.to_dense(), w.grad, y]
+
+
+@case
+def nested_tensors(t: Any) -> Tensors:
+    x, w = [t.tensor(rows, 8) for rows in (3, 6, 2)], t.tensor(8, 8)
+    results = []
+    for layout in (torch.strided, torch.jagged):
+        with warnings.catch_warnings(), t.context():
+            warnings.filterwarnings("ignore", message=".*nested tensors is in prototype")
+            nested = torch.nested.as_nested_tensor(x, layout=layout)
+            y = F.linear(nested * 2, (w * 3).sin()).relu()
+            y = y * y
+        torch.stack([each.sum() for each in y.unbind()]).sum().backward()
+        results += [*y.unbind(), *(each.grad.clone() for each in (*x, w))]
+    return results
+
+
+@case
+def fake_tensors(t: Any) -> Tensors:
+    """Of shapes alone, as in tracing: they have no memory."""
+    model = t.seeded(small_model)
+    t.attach(model)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.ones(16, 8, device=t.device, requires_grad=True)
+        with t.context():
+            made = (fake * 2).exp() * fake.sin()
+        made.sum().backward()
+        model(fake)
+    assert fake.grad is not None and fake.grad.shape == fake.shape
+    x = t.tensor(16, 8)
+    model(x).square().sum().backward()
+    return [x.grad, *gradients(model)]
