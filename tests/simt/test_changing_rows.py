@@ -50,7 +50,7 @@ def alike(case: Case, n: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("row_bytes", ROW_BYTES.values(), ids=ROW_BYTES)
 @pytest.mark.parametrize("variant", ENCODERS, ids=lambda variant: variant.name)
-def test_rows_that_grow_after_they_were_measured_stay_in_their_places(variant, row_bytes):
+def test_rows_that_grow_after_they_were_measured_keep_to_their_places(variant, row_bytes):
     mask = {1: 0x7C, 2: 0x7C00}[variant.chunk_bytes] if variant.words else None
     case = make_case(variant, n_rows=45, row_bytes=row_bytes, mask=mask)
     f, changed = case.layout.format, torch.arange(45) % 3 != 0
@@ -106,7 +106,7 @@ def sparse_then_dense(units: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 @pytest.mark.parametrize("form", ["csr", "rle"])
 @pytest.mark.parametrize("units", [ROW_UNITS // 4, 3 * ROW_UNITS - 5])
-def test_units_that_are_no_longer_alike_stay_in_their_places(form, units):
+def test_units_that_are_no_longer_alike_keep_to_their_places(form, units):
     few, dense = sparse_then_dense(units)
     place_bytes = {"csr": COLUMN_BYTES, "rle": COUNT_BYTES}[form]
     most = KeptLayout(units, 4, place_bytes).max_bytes
