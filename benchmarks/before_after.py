@@ -6,9 +6,9 @@ python benchmarks/before_after.py ../before . --rounds 3 --out table.md -- "code
 Versions are folders of checkouts or commits of this one. Each runs its own scripts of benchmarks/
 in processes of their own, the first one changing from round to round: before, after, after,
 before. A figure is the best of the rounds. `change` is how much longer the later version takes, or
-how much more memory, in percent (of a rate or ratio: how much lower); `noise` is how far the rounds of
-one version differ, the larger of both. A row counts as slower where its change is above --limit and
-above the noise; equal figures, sizes mostly, are counted only.
+how much more memory, in percent (of a rate or a ratio: how much lower it is); `noise` is how far
+the rounds of one version differ, the larger of both. A row counts as slower where its change is
+above --limit and above the noise; equal figures, sizes mostly, are counted only.
 """
 
 from __future__ import annotations

@@ -204,8 +204,8 @@ class ActivationReport:
         """Return a rich table of what was decided at each profile, one row a site: figure 9.
 
         A profile stands under its number, and its epoch where `ActivationOffload.begin_epoch` was
-        called with one. The last row counts the sites that are packed: figure 8. Without profiles it is
-        empty.
+        called with one. The last row counts the sites that are packed: figure 8. Without profiles
+        the table is empty.
 
         Raises
         ------

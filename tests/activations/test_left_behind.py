@@ -32,8 +32,8 @@ POLICIES: dict[str, dict[str, Any]] = {
 }
 #: Passes until auto has measured and decided.
 PASSES = 3
-#: What a GPU keeps of codecs that auto has fitted to a model's tensors: kernels are bound to the tables
-#: of the last 1,024, some of which are those of a model that is gone.
+#: What a GPU keeps of codecs that auto has fitted to a model's tensors: kernels are bound to the
+#: tables of the last 1,024, some of which are those of a model that is gone.
 TABLES_BYTES = 64 << 10
 
 
