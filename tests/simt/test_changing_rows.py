@@ -6,8 +6,6 @@ wants; but sizes were measured before, and memory ends where these end.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -16,7 +14,9 @@ from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.cpu.csr import count_csr, pack_csr
 from bitslab.engine.kernels.cpu.rle import count_rle, pack_rle
 from bitslab.engine.kernels.cuda import CudaKernels
-from bitslab.engine.kernels.cuda.source import Variant
+from bitslab.engine.kernels.cuda.parameters import Parameters, Value
+from bitslab.engine.kernels.cuda.runner import Launch
+from bitslab.engine.kernels.cuda.source import AnyVariant, Variant
 from bitslab.engine.kernels.format import words_of_rows
 from bitslab.engine.kernels.kept_format import COLUMN_BYTES, COUNT_BYTES, ROW_UNITS, KeptLayout
 from tests.engine.kernels.cases import Case, make_case, pack_on_cpu
@@ -84,11 +84,21 @@ class Changing(SimtRunner):
         super().__init__()
         self._x, self._then = x, then
 
-    def bind(self, variant: Any, parameters: Any, *rest: Any, **fixed: Any) -> Any:
-        launch = super().bind(variant, parameters, *rest, **fixed)
+    def bind(
+        self,
+        variant: AnyVariant,
+        parameters: type[Parameters],
+        threads: int | tuple[int, int, int],
+        shared_bytes: int = 0,
+        /,
+        **fixed: Value,
+    ) -> Launch:
+        launch = super().bind(variant, parameters, threads, shared_bytes, **fixed)
 
-        def started(*given: Any, **options: Any) -> None:
-            launch(*given, **options)
+        def started(
+            blocks: int | tuple[int, int, int], *values: int, stream: int | None = None
+        ) -> None:
+            launch(blocks, *values, stream=stream)
             if parameters.kernel in ("count_csr", "count_rle"):
                 self._x.copy_(self._then)
 

@@ -214,7 +214,7 @@ def test_the_best_threshold_is_found_among_rows_of_different_norms(seed: int) ->
     norms = torch.exp(torch.randn(3706, 1, generator=draw) * 0.7)
     rows = ((torch.randn(3706, 32, generator=draw) * scale + mean) * norms).bfloat16()
 
-    def size(**threshold: float) -> int:
+    def size(**threshold: Any) -> int:
         codec = InvariantCodec.fit(
             rows, chunk_bytes=2, code_bits=1, grouped=False, uniform=False, **threshold
         )
