@@ -38,7 +38,6 @@ from .engine.codecs.blob import ALIGN_BYTES
 from .engine.codecs.registry import get_codec, row_codec_class
 from .engine.files.checksums import combined_crc32
 from .engine.files.new_file import PathLike
-from .engine.files.positioned import write_at
 from .engine.files.safetensors_writer import SafetensorsLayout, write_safetensors
 from .engine.files.writeback import PieceWriter
 from .errors import (
@@ -166,11 +165,11 @@ class StreamedFile:
         self._lock = threading.Lock()
         self._written: dict[str, list[tuple[int, int, int]]] = {key: [] for key in self._keys}
         self._header_bytes = len(self._header(dict.fromkeys(self._keys, 0xFFFFFFFF)))
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        self._pieces = PieceWriter(self._fd)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        self._pieces = PieceWriter(fd)
         try:
-            os.ftruncate(self._fd, 0)
-            os.ftruncate(self._fd, self._header_bytes + self._layout.data_bytes)
+            os.ftruncate(fd, 0)
+            os.ftruncate(fd, self._header_bytes + self._layout.data_bytes)
             for key, t in self._keys.items():
                 if t.device.type != "meta":
                     self._write(key, 0, flat_bytes(t))
@@ -219,14 +218,12 @@ class StreamedFile:
                 raise BitslabError(f"{key}: {end} of {self._keys[key].nbytes} bytes are written")
             crc32s[key] = combined_crc32((crc32, n_bytes) for _, n_bytes, crc32 in pieces)
         header = torch.frombuffer(bytearray(self._header(crc32s)), dtype=torch.uint8)
-        write_at(self._fd, 0, header)
+        self._pieces.write(0, header)
         self.close()
 
     def close(self) -> None:
-        """Close the file, of which no thread may be writing; again does nothing."""
-        fd, self._fd = self._fd, -1
-        if fd >= 0:
-            os.close(fd)
+        """Close the file, once what is being written is there; again does nothing."""
+        self._pieces.close()
 
     def _header(self, crc32s: Mapping[str, int]) -> bytes:
         entries = _entries(self._tensors, self._parts, self._metadata, crc32s)

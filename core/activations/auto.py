@@ -135,9 +135,14 @@ class AutoPolicy:
             if self._profiled is None and (due or not self._profiles):
                 self._codecs.was_fitting = False
                 entered.profile = PassProfile(self._codecs)
-                self._profiled, self._profiled_epoch = entered, self._epoch
+                self._profiled, self._profiled_epoch = entered, self._known_epoch()
                 self._epoch_began = False
             return changed
+
+    def _known_epoch(self) -> int | None:
+        """Return the epoch that passes are counted by, or that `begin_epoch` was called with."""
+        rate = self._codecs.rate
+        return self._epoch if rate is None or rate.options.epoch_passes is None else rate.epoch
 
     @property
     def interval(self) -> int:

@@ -16,7 +16,6 @@ from ..dtypes import flat_bytes
 from ..engine.codecs import RawCodec, WordRowCodec
 from ..engine.codecs.base import gathered_by_kernels
 from ..engine.files.checksums import combined_crc32
-from ..engine.files.positioned import write_at
 from ..engine.files.safetensors_writer import SafetensorsLayout
 from ..engine.files.writeback import PieceWriter
 from ..engine.kernels.format import BLOCK_ROWS, PAD_WORDS, RowStorage, ceil_div
@@ -150,19 +149,18 @@ def write_plain(
     layout = SafetensorsLayout(shapes)
     header = layout.header(metadata)
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    pieces = PieceWriter(fd)
     try:
         os.ftruncate(fd, 0)
         os.ftruncate(fd, len(header) + layout.data_bytes)
-        write_at(fd, 0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
-
-        pieces = PieceWriter(fd)
+        pieces.write(0, torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
         def write(piece: Unpacked) -> None:
             pieces.write(len(header) + layout.offsets[piece.name] + piece.begin, piece.data)
 
         each_unpacked(tensors, write, workers, progress, checks)
     finally:
-        os.close(fd)
+        pieces.close()
 
 
 def unpacked_tensors(

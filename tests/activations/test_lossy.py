@@ -247,6 +247,7 @@ def test_auto_finds_the_range_and_packs_dense_tensors(link: Callable[[float], No
     offload.report()
     train(model, 1)
     assert "epoch 2 of 4" in " ".join(offload.report().notes)
+    assert {row["epoch"] for row in offload.report().decisions} == {0, 1}
     offload.detach()
 
 

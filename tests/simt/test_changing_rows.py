@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from bitslab.engine.codecs import VectorLzCodec
 from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.cpu.csr import count_csr, pack_csr
 from bitslab.engine.kernels.cpu.rle import count_rle, pack_rle
@@ -17,6 +18,7 @@ from bitslab.engine.kernels.cuda import CudaKernels
 from bitslab.engine.kernels.cuda.parameters import Parameters, Value
 from bitslab.engine.kernels.cuda.runner import Launch
 from bitslab.engine.kernels.cuda.source import AnyVariant, Variant
+from bitslab.engine.kernels.cuda.vector_encode import VectorEncodeKernels
 from bitslab.engine.kernels.format import words_of_rows
 from bitslab.engine.kernels.kept_format import COLUMN_BYTES, COUNT_BYTES, ROW_UNITS, KeptLayout
 from tests.engine.kernels.cases import Case, make_case, pack_on_cpu
@@ -99,7 +101,7 @@ class Changing(SimtRunner):
             blocks: int | tuple[int, int, int], *values: int, stream: int | None = None
         ) -> None:
             launch(blocks, *values, stream=stream)
-            if parameters.kernel in ("count_csr", "count_rle"):
+            if parameters.kernel in ("count_csr", "count_rle", "measure_pieces"):
                 self._x.copy_(self._then)
 
         return started
@@ -145,3 +147,20 @@ def test_the_twins_keep_units_that_are_no_longer_alike_in_their_places(count, pa
     places = np.full(len(values), 5, np.uint16)
     pack(dense, starts, values, places, 0, 2)
     assert (values[starts[-1] :] == 5).all() and (places[starts[-1] :] == 5).all()
+
+
+def test_streams_of_numbers_that_become_rare_ones_keep_to_their_places():
+    """Of equal rows that are kept once: numbers that were rare have the longest codes."""
+    draw = np.random.default_rng(0)
+    share = np.ones(256)
+    share[:24] = 60
+    numbers = draw.choice(256, 984, p=share / share.sum()).astype(np.uint8)
+    rare = np.flatnonzero(np.bincount(numbers, minlength=256) == 1).astype(np.uint8)
+    x, codec = torch.from_numpy(numbers), VectorLzCodec()
+    used = int(codec.encode(x).data[:8].view(torch.int64))
+    most = codec.max_encoded_bytes(x.shape, x.dtype)
+    data = torch.full((most + 8192,), FILL, dtype=torch.uint8)
+    runner = Changing(x, torch.from_numpy(np.resize(rare, len(numbers))))
+    VectorEncodeKernels(runner).encode_vector(x, codec.options(), codec.form, data)
+    assert int(data[:8].view(torch.int64)) == used <= most
+    assert (data[used:] == FILL).all()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import threading
 from typing import Any
 
@@ -25,7 +26,7 @@ class PieceWriter:
     Parameters
     ----------
     fd : int
-        Descriptor of the file.
+        Descriptor of the file, which `close` closes.
     """
 
     def __init__(self, fd: int) -> None:
@@ -42,7 +43,14 @@ class PieceWriter:
         """
         with self._turn:
             write_at(self._fd, offset, data)
-        start_writeback(self._fd, offset, data.shape[0])
+            start_writeback(self._fd, offset, data.shape[0])
+
+    def close(self) -> None:
+        """Close the file once nothing is being written; `write` then raises. Again does nothing."""
+        with self._turn:
+            fd, self._fd = self._fd, -1
+            if fd >= 0:
+                os.close(fd)
 
 
 def start_writeback(fd: int, begin: int, n_bytes: int) -> None:

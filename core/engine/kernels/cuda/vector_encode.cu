@@ -575,7 +575,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
       }
       if (!streamed && width == 0) continue;
-      const u32 words = fill_piece(piece, table, here, streamed ? 0 : width);
+      u32 words = fill_piece(piece, table, here, streamed ? 0 : width);
+      // Numbers that others have changed since they were measured may take more.
+      if (streamed) words = min(words, starts[p + 1] - starts[p]);
       u32* const to = section + (streamed ? (i64)starts[p] : p * PIECE_CODES / 32 * width);
       for (u32 k = lane; k < words; k += 32) to[k] = piece.words[k];
       __syncwarp();
