@@ -65,7 +65,7 @@ def test_nothing_is_written_once_the_file_is_closed(tmp_path: Path) -> None:
     """Its number may be that of another file by then."""
     pieces = PieceWriter(os.open(tmp_path / "x", os.O_RDWR | os.O_CREAT))
     pieces.close()
-    with open(tmp_path / "other", "wb+") as other, pytest.raises(OSError, match="descriptor"):
+    with open(tmp_path / "other", "wb+"), pytest.raises(OSError, match="descriptor"):
         pieces.write(0, torch.ones(3, dtype=torch.uint8))
     pieces.close()
     assert (tmp_path / "other").read_bytes() == b""

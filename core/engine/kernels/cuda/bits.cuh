@@ -120,11 +120,12 @@ __device__ __forceinline__ int quick_scan(int v, int lane) {
 // The sum of a warp or of each LANES of its lanes, which all of them get.
 template <int LANES = 32>
 __device__ __forceinline__ int sum_of_lanes(int v) {
-  if (LANES == 32) return __reduce_add_sync(FULL, v);
 #pragma unroll
   for (int d = 1; d < LANES; d <<= 1) v += __shfl_xor_sync(FULL, v, d);
   return v;
 }
+template <>
+__device__ __forceinline__ int sum_of_lanes<32>(int v) { return __reduce_add_sync(FULL, v); }
 __device__ __forceinline__ u32 load_length(const void* lengths, i64 row, int length_bytes) {
   if (length_bytes == 1) return ((const u8*)lengths)[row];
   if (length_bytes == 2) return ((const unsigned short*)lengths)[row];
