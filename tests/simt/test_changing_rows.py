@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from bitslab.engine.codecs import VectorLzCodec
+from bitslab.engine.codecs.quantized import TileCodec
 from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.cpu.csr import count_csr, pack_csr
 from bitslab.engine.kernels.cpu.rle import count_rle, pack_rle
@@ -19,7 +20,7 @@ from bitslab.engine.kernels.cuda.parameters import Parameters, Value
 from bitslab.engine.kernels.cuda.runner import Launch
 from bitslab.engine.kernels.cuda.source import AnyVariant, Variant
 from bitslab.engine.kernels.cuda.vector_encode import VectorEncodeKernels
-from bitslab.engine.kernels.format import words_of_rows
+from bitslab.engine.kernels.format import bases_of_rows, words_of_rows
 from bitslab.engine.kernels.kept_format import COLUMN_BYTES, COUNT_BYTES, ROW_UNITS, KeptLayout
 from tests.engine.kernels.cases import Case, make_case, pack_on_cpu
 from tests.simt.module import guarded
@@ -164,3 +165,23 @@ def test_streams_of_numbers_that_become_rare_ones_keep_to_their_places():
     VectorEncodeKernels(runner).encode_vector(x, codec.options(), codec.form, data)
     assert int(data[:8].view(torch.int64)) == used <= most
     assert (data[used:] == FILL).all()
+
+
+def test_a_tile_of_zeros_that_becomes_noise_leaves_its_neighbours():
+    draw = torch.Generator().manual_seed(0)
+    noise = torch.randn(64, 64, 64, generator=draw).bfloat16()
+    tables = TileCodec.fit(noise, granularity="channel", scale=1.5).plan.tables()
+    rows = torch.zeros(64, 64 * 64 * 2, dtype=torch.uint8)
+    kernels, _ = simt_kernels(1)
+    lengths = kernels.measure_tiles(rows, tables)
+    sizes = words_of_rows(lengths, rows.shape[1] // 4)
+    bases, _ = bases_of_rows(sizes)
+    n_words = int(bases[-1])
+    expected = kernels.encode_tiles(rows, tables, lengths, bases, n_words + 4)
+    rows[[60, 63]] = noise[[60, 63]].view(2, -1).view(torch.uint8)
+    words = kernels.encode_tiles(rows, tables, lengths, bases, n_words + 4)
+    assert not words[n_words:].any()
+    for r, (found, wanted) in enumerate(
+        zip(*(each[:n_words].split(sizes.tolist()) for each in (words, expected)), strict=True)
+    ):
+        assert r in (60, 63) or torch.equal(found, wanted), r

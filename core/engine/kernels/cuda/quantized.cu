@@ -140,12 +140,25 @@ struct Encoder {
   }
 };
 
-// Code a tile at `to`; return its words. What is written takes slot_words of TileKernels at the most: where the
-// words are as many as the raw ones, exceptions are left out.
-__device__ __forceinline__ int code_tile(const Tables& t, int head, const Encoder& e, const value_t* row, u32* to,
-                                         int lane) {
+// Quantise a tile into the warp's stage; return this lane's exceptions.
+__device__ __forceinline__ int stage_tile(const Tables& t, int head, const Encoder& e, const value_t* row, int lane) {
   find_scales(t, head, row, e.scales, e.parameters, lane);
-  int exceptions = quantise(row, e.scales, e.stage, lane);
+  return quantise(row, e.scales, e.stage, lane);
+}
+
+// The words that a tile in the stage takes. This lane's exceptions then are also those of symbols without a code,
+// which the stage marks as such.
+__device__ __forceinline__ int words_of_tile(const Tables& t, int head, const Encoder& e, int lane, int& exceptions) {
+  Counter counter;
+  write_symbols(t, head, e.codes, e.stage, lane, counter, exceptions);
+  const int units = __reduce_add_sync(FULL, counter.units);
+  return 1 + PARAMETER_WORDS + ((units + 1) >> 1) + __reduce_add_sync(FULL, exceptions) * EXCEPTION_WORDS;
+}
+
+// Code the tile in the stage at `to`; return its words. What is written takes slot_words of TileKernels at the
+// most: where the words are as many as the raw ones, exceptions are left out.
+__device__ __forceinline__ int write_tile(const Tables& t, int head, const Encoder& e, const value_t* row, u32* to,
+                                          int lane, int exceptions) {
   for (int k = lane; k < PARAMETER_WORDS; k += 32) to[1 + k] = e.parameters[k];
   u32* streams = to + 1 + PARAMETER_WORDS;
   Writer writer;
@@ -202,14 +215,8 @@ extern "C" __global__ void __launch_bounds__(32 * ENCODE_WARPS, 1)
   const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
   for (i64 r = ((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5; r < n_rows; r += warps) {
     const int head = head_of(t, r);
-    const value_t* row = rows + r * VALUES;
-    find_scales(t, head, row, e.scales, e.parameters, lane);
-    int exceptions = quantise(row, e.scales, e.stage, lane);
-    Counter counter;
-    write_symbols(t, head, e.codes, e.stage, lane, counter, exceptions);
-    const int units = __reduce_add_sync(FULL, counter.units);
-    exceptions = __reduce_add_sync(FULL, exceptions);
-    const int words = 1 + PARAMETER_WORDS + ((units + 1) >> 1) + exceptions * EXCEPTION_WORDS;
+    int exceptions = stage_tile(t, head, e, rows + r * VALUES, lane);
+    const int words = words_of_tile(t, head, e, lane, exceptions);
     if (lane == 0) store_length(lengths, length_bytes, r, words);
   }
 }
@@ -233,9 +240,15 @@ extern "C" __global__ void __launch_bounds__(32 * ENCODE_WARPS, 1)
     int length;
     u32* to = words + place_of(lengths, length_bytes, n_rows, bases, r, lane, length);
     const value_t* row = rows + r * VALUES;
-    if (length) code_tile(t, head_of(t, r), e, row, to, lane);
-    else
+    if (length) {
+      const int head = head_of(t, r);
+      int exceptions = stage_tile(t, head, e, row, lane);
+      // A tile that others have changed since it was measured may not fit: it is left out, and damaged.
+      if (words_of_tile(t, head, e, lane, exceptions) == length) write_tile(t, head, e, row, to, lane, exceptions);
+      __syncwarp();
+    } else {
       for (int j = lane; j < ROW_WORDS; j += 32) to[j] = __ldg((const u32*)row + j);
+    }
   }
 }
 
@@ -254,7 +267,9 @@ extern "C" __global__ void __launch_bounds__(32 * ENCODE_WARPS, 1)
   const int lane = threadIdx.x & 31;
   const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
   for (i64 r = row_begin + (((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5); r < n_rows; r += warps) {
-    const int words = code_tile(t, head_of(t, r), e, rows + r * VALUES, slots + (r - row_begin) * slot_words, lane);
+    const value_t* row = rows + r * VALUES;
+    const int head = head_of(t, r), exceptions = stage_tile(t, head, e, row, lane);
+    const int words = write_tile(t, head, e, row, slots + (r - row_begin) * slot_words, lane, exceptions);
     if (lane == 0) store_length(lengths, length_bytes, r, words);
   }
 }
