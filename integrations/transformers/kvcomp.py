@@ -47,11 +47,12 @@ class KVCompCache(PackedCache):
         Relative error of softmax(QK)V that each layer aims at, 0 to 1. It is a target, measured on
         the last queries of the prompt, not a bound for later tokens; of a prompt of more than 2,048
         tokens on as many of them, drawn evenly: of SmolLM2 all 4,096 tokens give 0.060 where 0.055
-        was asked for, in single layers up to 0.119. The coarsest steps that keep it are taken, and a layer where none do keeps its tokens lossless. 0: all layers are
-        lossless, as in `CompressedCache`. The default keeps what SmolLM2 says, of 4,096 tokens
-        behind a prompt of 2,048: at 0.055 K and V are 6.7 times smaller, the KL divergence to the
-        plain model is 0.012, and 95 % of the top tokens are the same; at 0.1 8.6 times, with 0.047
-        and 90 %. Of a shorter prompt the same error takes more bits.
+        was asked for, in single layers up to 0.119. The coarsest steps that keep it are taken, and
+        a layer where none do keeps its tokens lossless. 0: all layers are lossless, as in
+        `CompressedCache`. The default keeps what SmolLM2 says, of 4,096 tokens behind a prompt of
+        2,048: at 0.055 K and V are 6.7 times smaller, the KL divergence to the plain model is
+        0.012, and 95 % of the top tokens are the same; at 0.1 8.6 times, with 0.047 and 90 %. Of a
+        shorter prompt the same error takes more bits.
     key_scale, value_scale : float, optional
         Steps of K and V that are taken instead, in the units of `granularity`.
     granularity : {"weighted", "block", "channel", "token"}
@@ -244,9 +245,10 @@ class KVCompCache(PackedCache):
         dict
             As `CompressedCache.stats`, all metadata of tiles among ``packed_bytes``, and
             ``errors``: by layer the relative error of attention that was measured when its codecs
-            were fitted, on 2,048 tokens of a longer prompt, without those that saw no queries; ``lossless``: by layer why its tokens
-            are not quantised; ``packed_passes`` and ``dense_passes``: how often attention has read
-            packed tokens as they are, and decoded first.
+            were fitted, on 2,048 tokens of a longer prompt, without those that saw no queries;
+            ``lossless``: by layer why its tokens are not quantised; ``packed_passes`` and
+            ``dense_passes``: how often attention has read packed tokens as they are, and decoded
+            first.
         """
         layers = {i: self._layer(i) for i in self._packed}
         lossless = {}
