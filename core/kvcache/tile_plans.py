@@ -155,8 +155,8 @@ class TilePlans:
         H and D, to be set before the first fit.
     measured : Measured or None
         What was measured when the codecs were learnt.
-    missed : bool
-        Whether no steps met the error, and tokens are kept lossless.
+    why_lossless : str
+        Why tokens are kept lossless; "" where they are quantised.
     """
 
     def __init__(self, options: TileOptions, lossless: Plans, name: str) -> None:
@@ -169,14 +169,14 @@ class TilePlans:
     def reset(self) -> None:
         """Forget what was learnt."""
         self.measured: Measured | None = None
-        self.missed = False
+        self.why_lossless = ""
         self._learnt: dict[str, KeptCodec] = {}
         self._weights: torch.Tensor | None = None
 
     @property
     def learns(self) -> bool:
         """Whether `learn` has not been called yet."""
-        return not self._learnt and not self.missed
+        return not self._learnt and not self.why_lossless
 
     def learn(
         self,
@@ -222,7 +222,11 @@ class TilePlans:
             coder=o.coder,
         )
         if found is None:
-            self.missed = True
+            given = keys, values, queries
+            if all(bool(torch.isfinite(t).all()) for t in given):
+                self.why_lossless = f"no steps kept the error of attention under {o.error:g}"
+            else:
+                self.why_lossless = "a NaN or an infinity in what the steps were to be learnt from"
             return
         self.measured = found.measured
         self._weights = found.weights
@@ -247,7 +251,7 @@ class TilePlans:
         search_all : bool
             Of lossless codecs.
         """
-        if self.missed:
+        if self.why_lossless:
             return self._lossless.fit(kind, sample, search_all=search_all)
         granularity, scale = self._steps(kind)
         o = self.options

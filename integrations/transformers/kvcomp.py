@@ -257,8 +257,8 @@ class KVCompCache(PackedCache):
                 lossless[i] = "error 0"
             elif layer.unfit:
                 lossless[i] = layer.unfit
-            elif layer.plans.missed:
-                lossless[i] = f"no steps kept the error of attention under {self._tiles.error:g}"
+            elif layer.plans.why_lossless:
+                lossless[i] = layer.plans.why_lossless
         return {
             **super().stats(),
             "errors": {
