@@ -237,18 +237,19 @@ extern "C" __global__ void __launch_bounds__(32 * ENCODE_WARPS, 1)
   const int lane = threadIdx.x & 31;
   const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
   for (i64 r = ((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5; r < n_rows; r += warps) {
-    int length;
-    u32* to = words + place_of(lengths, length_bytes, n_rows, bases, r, lane, length);
     const value_t* row = rows + r * VALUES;
-    if (length) {
-      const int head = head_of(t, r);
-      int exceptions = stage_tile(t, head, e, row, lane);
-      // A tile that others have changed since it was measured may not fit: it is left out, and damaged.
-      if (words_of_tile(t, head, e, lane, exceptions) == length) write_tile(t, head, e, row, to, lane, exceptions);
-      __syncwarp();
-    } else {
-      for (int j = lane; j < ROW_WORDS; j += 32) to[j] = __ldg((const u32*)row + j);
+    const bool raw = load_length(lengths, r, length_bytes) == 0;
+    int exceptions = 0, found = 0, length;
+    if (!raw) {
+      exceptions = stage_tile(t, head_of(t, r), e, row, lane);
+      found = words_of_tile(t, head_of(t, r), e, lane, exceptions);
     }
+    u32* to = words + place_of(lengths, length_bytes, n_rows, bases, r, lane, length);
+    // A tile that others have changed since it was measured may not fit: it is left out, and damaged.
+    if (!raw && found == length) write_tile(t, head_of(t, r), e, row, to, lane, exceptions);
+    if (raw)
+      for (int j = lane; j < ROW_WORDS; j += 32) to[j] = __ldg((const u32*)row + j);
+    __syncwarp();
   }
 }
 
