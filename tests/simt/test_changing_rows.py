@@ -16,9 +16,7 @@ from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.cpu.csr import count_csr, pack_csr
 from bitslab.engine.kernels.cpu.rle import count_rle, pack_rle
 from bitslab.engine.kernels.cuda import CudaKernels
-from bitslab.engine.kernels.cuda.parameters import Parameters, Value
-from bitslab.engine.kernels.cuda.runner import Launch
-from bitslab.engine.kernels.cuda.source import AnyVariant, Variant
+from bitslab.engine.kernels.cuda.source import Variant
 from bitslab.engine.kernels.cuda.vector_encode import VectorEncodeKernels
 from bitslab.engine.kernels.format import bases_of_rows, words_of_rows
 from bitslab.engine.kernels.kept_format import COLUMN_BYTES, COUNT_BYTES, ROW_UNITS, KeptLayout
@@ -87,25 +85,9 @@ class Changing(SimtRunner):
         super().__init__()
         self._x, self._then = x, then
 
-    def bind(
-        self,
-        variant: AnyVariant,
-        parameters: type[Parameters],
-        threads: int | tuple[int, int, int],
-        shared_bytes: int = 0,
-        /,
-        **fixed: Value,
-    ) -> Launch:
-        launch = super().bind(variant, parameters, threads, shared_bytes, **fixed)
-
-        def started(
-            blocks: int | tuple[int, int, int], *values: int, stream: int | None = None
-        ) -> None:
-            launch(blocks, *values, stream=stream)
-            if parameters.kernel in ("count_csr", "count_rle", "measure_pieces"):
-                self._x.copy_(self._then)
-
-        return started
+    def ended(self, kernel: str) -> None:
+        if kernel in ("count_csr", "count_rle", "measure_pieces"):
+            self._x.copy_(self._then)
 
 
 def sparse_then_dense(units: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,9 +11,7 @@ from .rows import (
     copy_raw_row,
     measure_row,
     row_place,
-    write_codes,
-    write_exceptions,
-    write_payload,
+    write_row,
 )
 
 
@@ -82,33 +80,20 @@ def rewrite_rows(
             if row_clusters.shape[0] > 0:
                 row_clusters[row] = cluster
             table, start = tables[cluster], starts[cluster]
-            behind = write_payload(
-                rows[slot], table, start, uniform, keep_section, levels, x, words, at
-            )
-            behind = write_codes(
+            write_row(
                 rows[slot],
                 table,
+                start,
                 code_bits,
                 grouped,
                 uniform,
+                keep_section,
+                levels,
                 x,
                 codes,
                 misses,
                 words,
-                behind,
-                at + best,
-            )
-            write_exceptions(
-                rows[slot],
-                table,
-                start,
-                uniform,
-                keep_section + levels,
-                levels,
-                misses,
-                x,
-                words,
-                behind,
+                at,
                 at + best,
             )
             continue

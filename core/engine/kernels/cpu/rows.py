@@ -284,6 +284,30 @@ def write_exceptions(row, table, starts, uniform, mask_section, levels, misses, 
     end_bits(words, bit, carry)
 
 
+@njit(nogil=True, cache=True, forceinline=True)
+def write_row(
+    row,
+    table,
+    starts,
+    code_bits,
+    grouped,
+    uniform,
+    keep_section,
+    levels,
+    x,
+    codes,
+    misses,
+    words,
+    at,
+    end,
+):
+    """Write a packed row from word `at` on, and nothing from word `end` on; see `write_codes`."""
+    at = write_payload(row, table, starts, uniform, keep_section, levels, x, words, at)
+    at = write_codes(row, table, code_bits, grouped, uniform, x, codes, misses, words, at, end)
+    mask_section = keep_section + levels
+    write_exceptions(row, table, starts, uniform, mask_section, levels, misses, x, words, at, end)
+
+
 @njit(nogil=True, cache=True)
 def copy_raw_row(source, target, begin, row_words):
     """Copy the bytes of a row that is kept raw; zeros fill its last word."""
@@ -332,21 +356,20 @@ def encode_rows(
             table = tables[c]
             start = starts[c]
             end_at = at + np.int64(lengths[r])
-            next_at = write_payload(row, table, start, uniform, keep_section, levels, x, words, at)
-            next_at = write_codes(
-                row, table, code_bits, grouped, uniform, x, codes, misses, words, next_at, end_at
-            )
-            write_exceptions(
+            write_row(
                 row,
                 table,
                 start,
+                code_bits,
+                grouped,
                 uniform,
-                keep_section + levels,
+                keep_section,
                 levels,
-                misses,
                 x,
+                codes,
+                misses,
                 words,
-                next_at,
+                at,
                 end_at,
             )
             at = end_at

@@ -104,10 +104,10 @@ class EncodeKernels:
         if n:
             rows = aligned_to(rows, f.chunk_bytes)
             each, rows_of_block = PackedWords, WARPS
-            lanes = self._short_lanes(layout)
-            if lanes and f.row_bytes % 16 == 0 and rows.data_ptr() % 16 == 0:
+            variant = _variant(layout)
+            if lanes := _short_lanes(variant, rows, 16):
                 each, rows_of_block = PackedWordsOfShortRows, THREADS // lanes
-            self._launch(layout, each, 0)(
+            self._launch(variant, each, 0)(
                 min(ceil_div(n, rows_of_block), self._most_blocks),
                 rows.data_ptr(),
                 n,
@@ -142,12 +142,12 @@ class EncodeKernels:
         if n:
             rows = aligned_to(rows, f.chunk_bytes)
             each, rows_of_block = EncodeRows, WARPS
-            lanes = self._short_lanes(layout)
+            variant = _variant(layout)
             # Four chunks of a byte field, or 16 bytes, are loaded at once.
-            load_bytes = 4 * f.chunk_bytes if self._variant(layout).byte_field else 16
-            if lanes and f.row_bytes % load_bytes == 0 and rows.data_ptr() % load_bytes == 0:
+            load_bytes = 4 * f.chunk_bytes if variant.byte_field else 16
+            if lanes := _short_lanes(variant, rows, load_bytes):
                 each, rows_of_block = EncodeShortRows, THREADS // lanes
-            self._launch(layout, each, max(16, 4 * stage_words * rows_of_block))(
+            self._launch(variant, each, max(16, 4 * stage_words * rows_of_block))(
                 min(ceil_div(n, rows_of_block), self._most_blocks),
                 rows.data_ptr(),
                 n,
@@ -166,29 +166,26 @@ class EncodeKernels:
             )
         return words
 
-    def _variant(self, layout: RowLayout) -> Variant:
-        f = layout.format
-        byte_field = f.clusters == 1 and has_byte_field(layout)
-        words = f.clusters == 1 and not f.grouped and not byte_field and word_field(layout)
-        return Variant(
-            "encode",
-            f.chunk_bytes,
-            f.code_bits,
-            f.grouped,
-            f.uniform,
-            byte_field=byte_field,
-            words=words,
-        )
-
-    def _short_lanes(self, layout: RowLayout) -> int:
-        """Return the lanes that take a row where a warp takes several at once, or 0."""
-        return short_lanes(self._variant(layout)) * (layout.format.row_bytes <= NARROW_ROW_BYTES)
-
-    def _launch(self, layout: RowLayout, parameters: type[Parameters], shared_bytes: int) -> Launch:
-        variant = self._variant(layout)
+    def _launch(self, variant: Variant, parameters: type[Parameters], shared_bytes: int) -> Launch:
         key = (variant, parameters, shared_bytes)
         found = self._launches.get(key)
         if found is None:
             found = self._runner.bind(variant, parameters, THREADS, shared_bytes)
             self._launches[key] = found
         return found
+
+
+def _variant(layout: RowLayout) -> Variant:
+    f = layout.format
+    one = f.clusters == 1
+    byte_field = one and has_byte_field(layout)
+    words = one and not f.grouped and not byte_field and word_field(layout)
+    how = f.chunk_bytes, f.code_bits, f.grouped, f.uniform
+    return Variant("encode", *how, byte_field=byte_field, words=words)
+
+
+def _short_lanes(variant: Variant, rows: torch.Tensor, load_bytes: int) -> int:
+    """Return the lanes that take a row where a warp takes several at once, or 0."""
+    row_bytes = rows.shape[1]
+    aligned = row_bytes % load_bytes == 0 and rows.data_ptr() % load_bytes == 0
+    return short_lanes(variant) if aligned and row_bytes <= NARROW_ROW_BYTES else 0
