@@ -28,7 +28,7 @@ from .sample import LEAST_ROWS, TESTED_BYTES, Sample
 THRESHOLDS = tuple(0.5 + 0.05 * step for step in range(11))  # IBP section 4.1: a sweep up to 1
 #: Candidates that are counted on all rows, of those that cost at most so much more than the best,
 #: by whether that one is uniform. A part of the rows ranks thresholds of positional masks less
-#: well: it may put one first that costs 6 % more than another, which is 3 % above it there.
+#: well: of rows of different norms it may put one first that costs up to 6 % more on all of them.
 FINALISTS, CLOSE = {True: 5, False: 11}, {True: 1.02, False: 1.1}
 #: What exceptions of positional masks must save at least, as a share of the packed bytes, where all
 #: rows have some: a GPU decodes rows of 1 KB with one code bit at 750 GB/s in place of 1,280. Parts
