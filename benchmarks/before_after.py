@@ -118,13 +118,37 @@ class Figure:
         }
 
 
+def places_of(rows: Sequence[dict[str, Any]]) -> dict[tuple[str, int], int]:
+    """Return the place of each row by its first column and how many before it have the same."""
+    seen: dict[str, int] = {}
+    places = {}
+    for index, row in enumerate(rows):
+        first = str(next(iter(row.values()), ""))
+        places[first, seen.setdefault(first, 0)] = index
+        seen[first] += 1
+    return places
+
+
+def table_like(title: str, at: int, tables: Tables) -> list[dict[str, Any]]:
+    """Return the table of a title, or the one in its place where titles have changed."""
+    if title in tables:
+        return tables[title]
+    others = list(tables.values())
+    return others[at] if at < len(others) else []
+
+
 def figures_of(before: Sequence[Tables], after: Sequence[Tables]) -> dict[str, list[Figure]]:
-    """Pair the numbers of all rounds: tables and rows by their order, columns by their names."""
+    """Pair the numbers of all rounds.
+
+    Tables are paired by their titles, rows by what their first column says, in order where several
+    say the same, and columns by their names.
+    """
     found: dict[str, list[Figure]] = {}
     for at, (title, rows) in enumerate(after[0].items()):
         figures = found.setdefault(title, [])
         unit = next((unit for words, unit in OF_TITLES.items() if words in title), "")
-        for index, row in enumerate(rows):
+        for key, index in places_of(rows).items():
+            row = rows[index]
             names = {k: v for k, v in row.items() if not k.endswith((*RATES, *COSTS))}
             label = ", ".join(str(v) for v in names.values() if not isinstance(v, float))
             for column, value in row.items():
@@ -138,11 +162,11 @@ def figures_of(before: Sequence[Tables], after: Sequence[Tables]) -> dict[str, l
                 figure = Figure(label, named)
                 for side, rounds in (("before", before), ("after", after)):
                     for tables in rounds:
-                        there = list(tables.values())
-                        if at < len(there) and index < len(there[at]):
-                            number = there[at][index].get(column)
-                            if isinstance(number, (int, float)):
-                                figure.rounds[side].append(float(number))
+                        there = table_like(title, at, tables)
+                        place = places_of(there).get(key)
+                        number = None if place is None else there[place].get(column)
+                        if isinstance(number, (int, float)):
+                            figure.rounds[side].append(float(number))
                 if all(figure.rounds.values()):
                     figures.append(figure)
     return found

@@ -121,6 +121,7 @@ KINDS: list[tuple[str, int, int, Make]] = [
     ("float32 normal", 1024, 4, normal(F32)),
     ("float32 normal", 32768, 4, normal(F32)),
     ("bfloat16 normal", 256, 2, normal(BF16)),
+    ("bfloat16 normal", 1024, 2, normal(BF16)),
     ("bfloat16 normal", 2048, 2, normal(BF16)),
     ("bfloat16 normal", 32768, 2, normal(BF16)),
     ("float16 normal", 2048, 2, normal(F16)),

@@ -74,6 +74,19 @@ def test_a_change_within_the_noise_is_none(
     assert figure.line(3)["slower"] == slower
 
 
+def test_rows_are_paired_where_a_version_measures_more_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def tables(*rows: tuple[str, float]) -> dict[str, Any]:
+        return {"a table": [{"data": name, "host us": us} for name, us in rows]}
+
+    old = {"gone": [], **tables(("x", 1.0), ("x", 2.0), ("y", 3.0))}
+    new = tables(("x", 1.5), ("new", 9.0), ("x", 2.5), ("y", 3.5), ("y", 8.0))
+    figures = script("before_after", monkeypatch).figures_of([old], [new])["a table"]
+    found = [(f.row, f.rounds["before"], f.rounds["after"]) for f in figures]
+    assert found == [("x", [1.0], [1.5]), ("x", [2.0], [2.5]), ("y", [3.0], [3.5])]
+
+
 def test_a_ratio_that_falls_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     figure = script("before_after", monkeypatch).Figure("a table", "published ratio")
     figure.rounds = {"before": [1.2005], "after": [1.1563]}

@@ -19,9 +19,9 @@ WIDTH, UNIFORM, AGREED, FIELD, FIRST, POSITIONS, CHUNKS, COUNTED, STRIDE, TABLE 
 COLUMNS = 10
 #: Most values that a position has codes for.
 VALUES = 7
-#: Sums over rows that a candidate is measured by: code_bits 1 to 3, not grouped, grouped, and rows
-#: with exceptions.
-SUMS = (3, 3)
+#: Sums that a candidate is measured by: over rows of code_bits 1 to 3, three each: not grouped,
+#: grouped, and rows with exceptions; and the masks that are not that of the first position.
+SUMS = 10
 #: Tables that one launch counts.
 MOST_TABLES = 2
 #: Rows at the most from which the values of positional masks are learnt: as many different chunks
@@ -191,8 +191,8 @@ class PlanMemory:
         self._candidates, self._words = candidates, words
         sums, ends = _sums(candidates), candidates.found_places
         self._places = [sums + place for place in ends]
-        #: int64 ``[n, *SUMS]`` of the table that is measured.
-        self.totals = words[:sums].view(-1, *SUMS)
+        #: int64 ``[n, SUMS]`` of the table that is measured.
+        self.totals = words[:sums].view(-1, SUMS)
 
     @staticmethod
     def words_for(candidates: CandidateTables) -> int:
@@ -224,11 +224,11 @@ class PlanMemory:
             copied[begin:end].reshape(1 + VALUES, -1)
             for begin, end in zip(self._places[:-2], self._places[1:-1], strict=True)
         ]
-        return copied[: self._places[0]].reshape(-1, *SUMS), found
+        return copied[: self._places[0]].reshape(-1, SUMS), found
 
 
 def _sums(candidates: CandidateTables) -> int:
-    return len(candidates.measured) * SUMS[0] * SUMS[1]
+    return len(candidates.measured) * SUMS
 
 
 @lru_cache(64)

@@ -50,7 +50,10 @@ def test_masks_values_and_sizes_are_those_of_their_definition(kind, n, row_bytes
     other = some_rows(kind, n + 5, row_bytes, seed=1)
     table, memory = learnt(rows, rules)
     masks, values = memory.found(0)[0], memory.found(0)[1:]
-    totals, bits = sizes_of(other, table, memory), sizes_of(other, table, memory, unit_bits=1)
+    totals, bits = (
+        sizes_of(other, table, memory, unit_bits)[:, :9].view(-1, 3, 3) for unit_bits in (32, 1)
+    )
+    differ = sizes_of(other, table, memory)[:, 9]
     for c, rule in enumerate(rules):
         entries = of(rule, int(table.numbers[c, FIRST]), row_bytes)
         dtype = f"<u{rule.chunk_bytes}"
@@ -63,6 +66,7 @@ def test_masks_values_and_sizes_are_those_of_their_definition(kind, n, row_bytes
             rule.field
         )
         assert masks[entries].numpy().astype(dtype).tolist() == expected.tolist(), rule
+        assert int(differ[c]) == (expected != expected[0]).sum(), rule
         columns = chunks.reshape(-1, 1) if rule.uniform else chunks
         mine = values[:, entries].numpy().view(np.uint64)
         for i, mask in enumerate(expected):

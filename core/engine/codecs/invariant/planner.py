@@ -34,6 +34,9 @@ FINALISTS, CLOSE = {True: 5, False: 11}, {True: 1.02, False: 1.1}
 #: rows have some: a GPU decodes rows of 1 KB with one code bit at 750 GB/s in place of 1,280. Parts
 #: of rows may show 0.3 % more than is saved in the end. Uniform exponents decode as fast with some.
 EXCEPTIONS_SAVE = 0.005
+#: What masks that differ between positions must save at least, as a share of the packed bytes: a
+#: CPU decodes rows of bfloat16 with one code bit at 1.1 GB/s in place of 4. A GPU does not care.
+DIFFERENCES_SAVE = 0.02
 #: Tables of candidates whose fixed costs are kept.
 KEPT = 64
 
@@ -108,7 +111,8 @@ class Measured:
         The rules.
     costs : numpy.ndarray
         float64 ``[n]``: bytes of the rows packed, and of the profile; of positional masks with
-        exceptions up to EXCEPTIONS_SAVE more, in the proportion of the rows that have some.
+        exceptions up to EXCEPTIONS_SAVE more, in the proportion of the rows that have some, and
+        DIFFERENCES_SAVE more where the masks differ.
     options : numpy.ndarray
         int64 ``[n]``: 2 * (code_bits - 1) + grouped.
     """
@@ -137,9 +141,10 @@ def measure(
 
     The cost is the bytes of `n_rows` such rows packed, and of the profile. The profile counts
     against overfitting too: a value that few rows take costs more to keep than it saves. Rows with
-    exceptions of positional masks cost a little more than their bytes. Where the samples are parts
-    of rows of `row_bytes`, the size of a row is in the proportion of its parts. Masks and values of
-    rules that are not measured come with it, int64 ``[1 + VALUES, entries]``.
+    exceptions of positional masks cost a little more than their bytes, and so do masks that differ.
+    Where the samples are parts of rows of `row_bytes`, the size of a row is in the proportion of
+    its parts. Masks and values of rules that are not measured come with it, int64
+    ``[1 + VALUES, entries]``.
     """
     whole = test.row_bytes == row_bytes
     candidates, memory = learnt.candidates, learnt.memory
@@ -147,11 +152,13 @@ def measure(
     kernels_for(test.rows.device).sizes_by_option(test.rows, candidates, memory, unit_bits)
     bytes_a_unit = 4 if whole else row_bytes / test.row_bytes / 8
     totals, found = memory.on_host()
-    units, with_exceptions = totals[:, :, :2], totals[:, :, 2:]
+    by_code_bits = totals[:, :9].reshape(-1, 3, 3)
+    units, with_exceptions = by_code_bits[:, :, :2], by_code_bits[:, :, 2:]
     costs = units * (bytes_a_unit * n_rows / len(test))
     profiles, positional = _fixed_costs(candidates.measured, row_bytes, options)
     costs += profiles
     costs *= 1 + positional * with_exceptions * (EXCEPTIONS_SAVE / len(test))
+    costs[totals[:, 9] > 0] *= 1 + DIFFERENCES_SAVE
     costs = costs.reshape(len(costs), -1)
     return Measured(learnt.rules, costs.min(1), costs.argmin(1)), found
 

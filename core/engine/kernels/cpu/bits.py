@@ -20,7 +20,7 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from .jit import njit
+from .jit import compiles_for, njit
 
 ONE = np.uint64(1)
 TWO = np.uint64(2)
@@ -29,6 +29,10 @@ WORD = np.uint64(32)
 GROUP = 32  # chunks of a group
 LOW_WORD = np.uint64(0xFFFFFFFF)
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
+
+#: Whether one instruction spreads bits, and fast: of the processors that have it, those before the
+#: ones with this part of AVX-512 may take a hundred times as long.
+SPREADS = compiles_for("bmi2", "avx512vbmi2")
 
 
 @intrinsic  # type: ignore[untyped-decorator]

@@ -15,21 +15,19 @@ As with bits.py, whoever changes this file has to clear ``__pycache__``.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
 from ..format import GROUP_CHUNKS, RowFormat
 from .bits import GROUP, bits_of
 from .fields import FIELD_BITS, FIRST_FIELD_RUN, FIRST_RUN, FIXED, KIND
 from .groups import WHOLE_BYTES, concatenated, shuffle, splat, vector, zero
-from .jit import njit
+from .jit import compiles_for, njit
 from .memory import load, load_signed
 
 VALUES_BYTES = 16  # of what the codes of a cluster stand for
@@ -41,11 +39,9 @@ _INT = ir.IntType(32)
 _LONG = ir.IntType(64)
 
 
-@functools.cache
 def available() -> bool:
     """Return whether Numba compiles for a processor that has the instructions used here."""
-    features: str = cpu_target.target_context.codegen().magic_tuple()[2]
-    return {f"+{name}" for name in _FEATURES} <= set(features.split(","))
+    return compiles_for(*_FEATURES)
 
 
 def serves(numbers: np.ndarray[Any, Any], row: RowFormat) -> bool:

@@ -14,8 +14,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from .bits import GROUP, ONE, TWO, ZERO, bits_of, low_bits, lowest_bit, popcount, spread_bits
-from .bytefields import available
+from .bits import (
+    GROUP,
+    ONE,
+    SPREADS,
+    TWO,
+    ZERO,
+    bits_of,
+    low_bits,
+    lowest_bit,
+    popcount,
+    spread_bits,
+)
 from .fields import (
     FIELD_BITS,
     FIRST_FIELD_RUN,
@@ -87,9 +97,6 @@ FEW_CHUNKS = 4
 LOWEST_OF_1 = np.uint64(0xFFFFFFFF)
 LOWEST_OF_2 = np.uint64(0x55555555)
 LOWEST_OF_3 = np.uint64(0x249249249249)
-
-#: Whether one instruction spreads bits, and fast: not all processors that have it do.
-SPREADS = available()
 
 # One place more than items have, for the row that was counted last.
 places_of_items = stack_memory(PLACE_BYTES * (2 * BATCH + 1))

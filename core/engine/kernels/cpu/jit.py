@@ -14,6 +14,7 @@ from typing import Any
 import numba
 from numba.core import runtime
 from numba.core.caching import FunctionCache
+from numba.core.registry import cpu_target
 
 from .lock_files import lock_file
 
@@ -56,3 +57,9 @@ def njit(*, cache: bool, **options: Any) -> Callable[[Any], Any]:
         return kernel
 
     return compiled
+
+
+def compiles_for(*features: str) -> bool:
+    """Return whether Numba compiles for a processor that has features, named as LLVM names them."""
+    found: str = cpu_target.target_context.codegen().magic_tuple()[2]
+    return {f"+{name}" for name in features} <= set(found.split(","))

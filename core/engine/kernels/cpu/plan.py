@@ -97,8 +97,9 @@ def frequent_values(columns, masks, keys, counts, places, multiplier, shift, val
 
 @njit(nogil=True, cache=True)
 def sizes_by_option(columns, masks, values, uniform, unit_bits, room, totals):
-    """Add up packed sizes and rows with exceptions for code_bits 1 to 3, to ``totals[3, 3]``.
+    """Add up packed sizes and rows with exceptions for code_bits 1 to 3, three sums each.
 
+    The last of `totals` is for the masks that are not that of the first position.
     ``values`` ``[7, positions]`` are ordered by frequency, so the options differ only in how many
     of them have a code. The sizes are those not grouped, and grouped; a row that would not shrink
     counts as it is. They are in units of ``unit_bits``, to which each part of a row is rounded up.
@@ -140,9 +141,11 @@ def sizes_by_option(columns, masks, values, uniform, unit_bits, room, totals):
         for k in range(1, 4):
             miss = miss1[r] if k == 1 else (miss2[r] if k == 2 else miss3[r])
             size = payload + (miss + unit_bits - 1) // unit_bits
-            totals[k - 1, 0] += min(size + groups * k * code_units, raw)
-            totals[k - 1, 1] += min(size + group_bits + stored[r] * k * code_units, raw)
-            totals[k - 1, 2] += miss != 0
+            totals[3 * k - 3] += min(size + groups * k * code_units, raw)
+            totals[3 * k - 2] += min(size + group_bits + stored[r] * k * code_units, raw)
+            totals[3 * k - 1] += miss != 0
+    for mask in masks:
+        totals[9] += mask != masks[0]
 
 
 @njit(nogil=True, cache=True)

@@ -135,7 +135,7 @@ def sizes_by_option(
     memory : PlanMemory
         With masks and values, and `totals`, to which is added, by code_bits - 1: the units of all
         rows, not grouped and grouped, where a row that would not shrink counts as it is, and the
-        rows that have exceptions.
+        rows that have exceptions; and at last the masks that are not that of the first position.
     unit_bits : {32, 1}
         Unit of the sizes: words, as they are stored, or bits, where `rows` are parts of longer
         rows, whose ends are not to count.

@@ -20,6 +20,7 @@ from .bits import (
     GROUP,
     LOW_WORD,
     ONE,
+    SPREADS,
     TWO,
     WORD,
     ZERO,
@@ -32,6 +33,7 @@ from .bits import (
     popcount,
     read_bits,
     read_short,
+    spread_bits,
     width_of,
 )
 from .jit import njit
@@ -523,9 +525,24 @@ def read_payload(words, bit, starts, base, count, x):
     """Copy the payload of a group, which starts at `bit`, to `x`; other bits may stand above it."""
     bit -= np.int64(starts[np.uint64(base)])
     for j in range(count):
+        x[j] = read_chunk(words, bit + np.int64(starts[np.uint64(base + j)]), x)
+
+
+@njit(nogil=True, cache=True)
+def read_spread_payload(words, bit, table, starts, base, count, x):
+    """Copy the payload of a group, which starts at `bit`, to its places in `x`, 0 elsewhere."""
+    bit -= np.int64(starts[np.uint64(base)])
+    for j in range(count):
+        kept = ~np.uint64(table[ZERO, np.uint64(base + j)])
         begin = bit + np.int64(starts[np.uint64(base + j)])
-        # What two words are sure to hold suffices, but for 8-byte chunks.
-        x[j] = read_bits(words, begin) if width_of(x) == 64 else read_short(words, begin)
+        x[j] = spread_bits(read_chunk(words, begin, x), kept)
+
+
+@njit(nogil=True, cache=True)
+def read_chunk(words, bit, like):
+    """Return at least as many bits as a chunk of `like` has of `words`, from `bit` on."""
+    # What two words are sure to hold suffices, but for 8-byte chunks.
+    return read_bits(words, bit) if width_of(like) == 64 else read_short(words, bit)
 
 
 @njit(nogil=True, cache=True)
@@ -562,10 +579,13 @@ def decode_row(
         base = 0 if uniform else first
         payload_bit = payload_bit_of(starts, first, uniform)
         if payload_bit < payload_bit_of(starts, first + count, uniform):
-            read_payload(words, at * 32 + payload_bit, starts, base, count, x)
-            deposit(x, count, table, keep_section, levels, base, uniform)
-            for j in range(count):
-                x[j] = np.uint64(x[j]) & ~np.uint64(table[ZERO, np.uint64(base + j)])
+            if SPREADS:
+                read_spread_payload(words, at * 32 + payload_bit, table, starts, base, count, x)
+            else:
+                read_payload(words, at * 32 + payload_bit, starts, base, count, x)
+                deposit(x, count, table, keep_section, levels, base, uniform)
+                for j in range(count):
+                    x[j] = np.uint64(x[j]) & ~np.uint64(table[ZERO, np.uint64(base + j)])
         else:
             for j in range(count):
                 x[j] = 0
@@ -583,7 +603,15 @@ def decode_row(
                 value = np.uint64(table[np.uint64(code), np.uint64(base + j)])
                 x[j] = np.uint64(x[j]) | (value if codes[j] == code else ZERO)
         misses = find_misses(codes) & low_bits(count)
-        if misses != ZERO:
+        if SPREADS:
+            while misses != ZERO:
+                j = np.uint64(lowest_bit(misses))
+                misses &= misses - ONE
+                place = np.uint64(base) + j
+                found = read_chunk(words, exception_bit, out)
+                x[j] |= spread_bits(found, np.uint64(table[ZERO, place]))
+                exception_bit += width_of(out) - payload_bits_of(starts, place)
+        elif misses != ZERO:
             while misses != ZERO:
                 j = lowest_bit(misses)
                 misses &= misses - ONE

@@ -210,7 +210,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 // totals: for each candidate nine sums over all rows, of code_bits 1 to 3 each: the sizes not grouped and
-// grouped, in units of 1 << unit_shift bits, and the rows with exceptions.
+// grouped, in units of 1 << unit_shift bits, and the rows with exceptions; and the masks that are not that of
+// the first position.
 extern "C" __global__ void __launch_bounds__(THREADS)
     sizes_by_option(const void* __restrict__ rows, i64 n_rows, const i64* __restrict__ numbers,
                     const u64* __restrict__ found, int unit_shift, u64* totals) {
@@ -221,7 +222,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const u64* values = found + entries;
   const int rest = (1 << unit_shift) - 1, row_bits = 8 * width * chunks;
   const i64 raw = (row_bits + rest) >> unit_shift;
-  u64 sums[9] = {0, 0, 0, 0, 0, 0, 0, 0, 0};
+  u64 sums[SUMS] = {0};
+  const int place = blockIdx.x * THREADS + threadIdx.x;
+  if (!uniform)
+    for (int i = place; i < chunks; i += gridDim.x * THREADS) sums[9] += found[first + i] != found[first];
+  sums[9] = __reduce_add_sync(FULL, (u32)sums[9]);
   for (i64 r = (i64)blockIdx.x * (THREADS / 32) + (threadIdx.x >> 5); r < n_rows; r += stride) {
     int masked = 0, stored = 0;
     int miss[3] = {0, 0, 0};  // masked bits of chunks without a code
@@ -259,6 +264,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   if (lane) return;
 #pragma unroll
-  for (int j = 0; j < 9; ++j)
-    if (sums[j]) atomicAdd(totals + (i64)blockIdx.y * 9 + j, sums[j]);
+  for (int j = 0; j < SUMS; ++j)
+    if (sums[j]) atomicAdd(totals + (i64)blockIdx.y * SUMS + j, sums[j]);
 }

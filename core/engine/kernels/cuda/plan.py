@@ -98,7 +98,7 @@ class TopValues(Parameters):
 
 @dataclass(init=False)
 class SizesByOption(Parameters):
-    """Parameters of `sizes_by_option`; int64 `totals` ``[n, 3, 3]``."""
+    """Parameters of `sizes_by_option`; int64 `totals` ``[n, SUMS]``."""
 
     kernel = "sizes_by_option"
 

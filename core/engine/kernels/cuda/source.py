@@ -28,6 +28,7 @@ from ..candidates import (
     FIELD,
     FIRST,
     STRIDE,
+    SUMS,
     TABLE,
     UNIFORM,
     VALUES,
@@ -159,6 +160,7 @@ PLAN_DEFINES = {
     "TABLE": TABLE,
     "COLUMNS": COLUMNS,
     "VALUES": VALUES,
+    "SUMS": SUMS,
 }
 #: Bins that ids are ordered by before a gather from a large table.
 ORDER_BINS = 8192
