@@ -45,7 +45,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "examples"))
 
-from common.arguments import DTYPES, add_device, checked_device, positive  # noqa: E402
+from common.arguments import (  # noqa: E402
+    DTYPES,
+    add_device,
+    checked_device,
+    from_zero_to_one,
+    positive,
+)
 from common.report import Steps  # noqa: E402
 from kvcomp_figures import CURVES  # noqa: E402
 from kvcomp_generate import CASES, LARGE, WAYS  # noqa: E402
@@ -70,7 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--only", choices=PARTS, nargs="+", help="run one part or several")
     add(
         "--error",
-        type=float,
+        type=from_zero_to_one,
         nargs="+",
         metavar="E",
         help="ratio, accuracy: errors that KVCompCache aims at; default: 0.04 0.055 0.1 0.16 for\n"

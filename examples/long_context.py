@@ -7,7 +7,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from common.arguments import DTYPES, add_device, add_json, add_plot, checked_device, positive
+from common.arguments import (
+    DTYPES,
+    add_device,
+    add_json,
+    add_plot,
+    checked_device,
+    from_zero_to_one,
+    positive,
+)
 from common.report import OUTPUT, Steps, make_console, write_json
 from rich.console import Console
 from rich.table import Table
@@ -99,7 +107,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     add(
         "--error",
-        type=float,
+        type=from_zero_to_one,
         nargs="*",
         default=[0.1],
         metavar="E",

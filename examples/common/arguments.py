@@ -63,6 +63,16 @@ def share(text: str) -> float:
     return number
 
 
+def from_zero_to_one(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= 1:
+        raise argparse.ArgumentTypeError(f"{text}, accepted are numbers from 0 to 1")
+    return number
+
+
 def new_file(text: str) -> Path:
     path = Path(text)
     if not path.parent.is_dir():

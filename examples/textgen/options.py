@@ -15,6 +15,7 @@ from common.arguments import (
     add_seed,
     checked_device,
     from_zero,
+    from_zero_to_one,
     new_file,
     positive,
 )
@@ -144,7 +145,7 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
     add("--weights", choices=WEIGHTS, default="compressed", help="default: %(default)s")
     add(
         "--keep",
-        type=_share,
+        type=from_zero_to_one,
         metavar="SHARE",
         help="compressed: share of the raw bytes that is kept raw on the device (default: none)",
     )
@@ -192,22 +193,12 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--error",
-        type=_share,
+        type=from_zero_to_one,
         default=0.055,
         metavar="E",
         help="kvcomp: relative error of attention that each layer aims at, 0 for none, with the "
         "plain run's tokens (default: %(default)s)",
     )
-
-
-def _share(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= 1:
-        raise argparse.ArgumentTypeError(f"{text}, accepted are numbers from 0 to 1")
-    return number
 
 
 def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) -> torch.device:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from transformers.masking_utils import causal_mask_function, sdpa_mask
@@ -21,6 +22,8 @@ from bitslab.tracing import not_traced
 #: What ``set_attn_implementation`` takes.
 NAME = "bitslab"
 _PADDING = "bitslab_padding"
+#: Masks with a padding, by their id. A layer of another GPU gets a copy, which does not have it.
+_padded: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
 
 
 @not_traced
@@ -55,7 +58,7 @@ def attention(
     if not isinstance(update, LayerUpdate):
         key, value = (t.dense() if isinstance(t, KVHandle) else t for t in (key, value))
         return plain_attention(module, query, key, value, attention_mask, **options)
-    padding = getattr(attention_mask, _PADDING, None)
+    padding = _padding_of(attention_mask)
     causal = padding is not None or (attention_mask is None and query.shape[2] == 1)
     if causal:
         out = update.attend_packed(query, padding, options)
@@ -140,7 +143,26 @@ def masks(
     padding = _padding(attention_mask, kv_length)
     if padding is not None:
         setattr(mask, _PADDING, padding)
+        _padded[id(mask)] = mask
     return mask
+
+
+def _padding_of(mask: torch.Tensor | None) -> Padding | None:
+    """Return the padding of a mask that `masks` has made, or of a copy of one, on its device.
+
+    Copies are known by what they hold, for which a GPU is waited for.
+    """
+    found: Padding | None = getattr(mask, _PADDING, None)
+    if mask is None or found is not None:
+        return found
+    for made in list(_padded.values()):
+        alike = made.shape == mask.shape and made.dtype == mask.dtype
+        if alike and torch.equal(made.to(mask.device), mask):
+            first = getattr(made, _PADDING).first_valid
+            padding = Padding(None if first is None else first.to(mask.device))
+            setattr(mask, _PADDING, padding)
+            return padding
+    return None
 
 
 @not_traced

@@ -40,11 +40,27 @@ def benchmark(monkeypatch: pytest.MonkeyPatch) -> Any:
         (["--tokens", "256", "--prompt-tokens", "256"], "--prompt-tokens: 256, accepted are"),
         (["--tokens", "0"], "--tokens: 0, accepted"),
         (["--device", "abacus"], "--device: abacus, accepted"),
+        (["--error", "0.1", "3"], "--error: 3, accepted are numbers from 0 to 1"),
         (["--plot", "error.text"], "--plot: error.text: accepted are names in"),
     ],
 )
 def test_refused(script: Any, refused: Any, arguments: list[str], message: str) -> None:
     refused(script.main, arguments, message)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--error", "3"], "--error: 3, accepted are numbers from 0 to 1"),
+        (["--error", "0.1", "nan"], "--error: nan, accepted are numbers from 0 to 1"),
+        (["--error", "x"], "--error: x, accepted are numbers from 0 to 1"),
+        (["--scales", "1"], "--scales: 1, accepted are two numbers, K:V"),
+    ],
+)
+def test_the_benchmark_refuses(
+    benchmark: Any, refused: Any, arguments: list[str], message: str
+) -> None:
+    refused(benchmark.main, arguments, message)
 
 
 def test_a_model_that_is_missing_is_named(

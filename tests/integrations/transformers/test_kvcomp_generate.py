@@ -176,6 +176,44 @@ def test_left_padding(name: str, mode: str) -> None:
     assert stats["packed_passes"] > 0 and not stats["dense_passes"]
 
 
+def test_padding_is_known_where_layers_get_copies_of_the_mask() -> None:
+    """As accelerate gives those of another GPU."""
+    model, prompt = copy.deepcopy(attended_model("llama")), prompt_of(batch=2, length=PROMPT)
+    mask = torch.ones_like(prompt)
+    mask[0, :17] = 0
+    prompt[mask == 0] = 0
+    cache, plain = filled(model, prompt, mask)
+    expected = generate(model, "llama", "greedy", plain, prompt, attention_mask=mask)
+    copied = []
+
+    def copy_mask(module: torch.nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        given = kwargs["attention_mask"]
+        if given is not None:
+            copied.append(given.clone())
+            kwargs = kwargs | {"attention_mask": copied[-1]}
+        return args, kwargs
+
+    for layer in model.model.layers[1:]:
+        layer.register_forward_pre_hook(copy_mask, with_kwargs=True)
+    found = generate(model, "llama", "greedy", cache, prompt, attention_mask=mask)
+    assert torch.equal(found, expected)
+    assert copied and not cache.stats()["dense_passes"]
+
+
+def test_a_mask_that_is_like_no_padded_one_is_attended_to_decoded() -> None:
+    model, prompt = attended_model("llama"), prompt_of(batch=2, length=PROMPT)
+    cache, plain = filled(model, prompt)
+    allowed = torch.ones(2, 1, 1, PROMPT, dtype=torch.bool)
+    allowed[:, :, :, 20:30] = False
+    step = {"attention_mask": allowed, "position_ids": torch.full((2, 1), PROMPT - 1)}
+    with torch.no_grad():
+        found, expected = (
+            model(prompt[:, -1:], past_key_values=each, **step).logits for each in (cache, plain)
+        )
+    assert torch.allclose(found, expected, atol=1e-4)
+    assert cache.stats()["dense_passes"]
+
+
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("name", UNUSUAL)
 def test_layers_of_further_kinds(name: str, offload: bool) -> None:
