@@ -160,6 +160,29 @@ def test_words_of_two_layers_are_under_way_while_one_computes(
     assert log == [each for i in steps for each in (("attend", i), ("fetch", (i + 2) % 5))]
 
 
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+def test_a_module_that_attends_twice_gets_the_same_twice(offload: bool, gpu_path: None) -> None:
+    passes = Pass(cache_of(3, offload, streams=True))
+    passes.run(90)
+    passes.run()
+    for layer in range(3):
+        k, v = (passes.normal(BATCH, HEADS, 1) for _ in "kv")
+        keys, values = passes.cache.update(k, v, layer)
+        query = passes.normal(BATCH, QUERY_HEADS, 1)
+        first, again = (
+            attention(Module(), query, keys, values, None, scaling=0.3)[0] for _ in range(2)
+        )
+        assert torch.equal(first, again)
+        other = passes.normal(BATCH, QUERY_HEADS, 1)
+        found, _ = attention(Module(), other, keys, values, None, scaling=0.3)
+        dense = [handle.dense() for handle in (keys, values)]
+        expected, _ = attention(Module(), other, *dense, None, scaling=0.3)
+        assert torch.allclose(found, expected, atol=2e-3)
+    before = passes.cache.stats()["packed_passes"]
+    passes.run()
+    assert passes.cache.stats()["packed_passes"] == before + 3
+
+
 def test_attention_takes_all_multiprocessors(
     gpu_path: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
