@@ -63,7 +63,7 @@ class TileOptions:
         For options out of range, and of another type.
     """
 
-    error: float = 0.04
+    error: float = 0.055
     key_scale: float | None = None
     value_scale: float | None = None
     granularity: str = "weighted"

@@ -21,7 +21,7 @@ from common.arguments import (
 )
 
 from .models import RANDOM, SIZES
-from .ways import CACHES, WEIGHTS
+from .ways import CACHES, WEIGHTS, CacheOptions
 
 DESCRIPTION = """\
 {summary}
@@ -194,7 +194,7 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
     add(
         "--error",
         type=from_zero_to_one,
-        default=0.055,
+        default=CacheOptions.error,
         metavar="E",
         help="kvcomp: relative error of attention that each layer aims at, 0 for none, with the "
         "plain run's tokens (default: %(default)s)",
