@@ -46,9 +46,8 @@ class CompressedAllToAll:
     """An all-to-all of rows that autograd knows: gradients go back compressed, too.
 
     Tensors on the CPU cross by gloo. Those on a GPU are coded there and cross by NCCL, on a stream
-    and a communicator of their own; a relative bound of rows is then a share of the range of those
-    for each rank, and calls with `row_ids` or `error_feedback` wait for the GPU. Calls that torch's
-    own collective served are counted in `stats` as ``plain_calls``.
+    and a communicator of their own; calls with `row_ids` or `error_feedback` wait for the GPU.
+    Calls that torch's own collective served are counted in `stats` as ``plain_calls``.
 
     Parameters
     ----------
@@ -59,10 +58,10 @@ class CompressedAllToAll:
         ranks: each has its bound, its class and its way to write rows. Left out: one exchange is of
         one tensor.
     error_bound : float, ErrorBound, AdaptiveBound or "adaptive", optional
-        Of what is sent forward: a number as a share of the range of the rows that a rank sends of a
-        table; ``"adaptive"``: `AdaptiveBound` with the paper's figures. Every bit is kept when left
-        out. The gradient passes as if nothing had been rounded. Schedules count forward calls with
-        gradients enabled.
+        Of what is sent forward: a number as a share of the range of the rows of a table that a rank
+        sends to another; ``"adaptive"``: `AdaptiveBound` with the paper's figures. Every bit is
+        kept when left out. The gradient passes as if nothing had been rounded. Schedules count
+        forward calls with gradients enabled.
     backward : "lossless", float or ErrorBound
         Of gradients. Within a bound they are rounded stochastically: of two multiples of a step the
         nearer one is taken the more often, so that the mean remains, and the error is below two
@@ -73,8 +72,8 @@ class CompressedAllToAll:
         and added the next time; those that were met longest ago go first. 0: none. Only with a
         bound of gradients; calls then need `received_ids`.
     codec : str
-        As for `all_to_all_single`, decided for each way of its own and for each table; the ranks'
-        tables need not be written alike.
+        As for `all_to_all_single`, decided for each way of its own, and on the CPU how rows are
+        written for each table; the ranks' tables need not be written alike.
     pieces : int
         Each table's rows for a rank are cut into so many pieces, and one is encoded while another
         crosses; with ``codec="auto"`` where that takes less time, as measured.
@@ -349,6 +348,7 @@ class CompressedAllToAll:
                 self._repeats(plan, given, row_ids),
                 self._received_ids(plan, received_ids),
                 summed_back=row_ids is not None and torch.is_grad_enabled(),
+                iteration=self.iteration,
             )
         except Exception as error:
             self._caller.fail_call(group, given[0].rows.device, FORWARD, error)
@@ -462,10 +462,12 @@ class CompressedAllToAll:
             raise CorruptedDataError(f"state: tables {tables!r:.80}, here {sorted(self._states)}")
         if not isinstance(feedback, Mapping) or not set(feedback) <= set(self._states):
             raise CorruptedDataError(f"state: feedback {feedback!r:.80}")
+        planned = {name: each.table for name, each in self._states.items()}
+        row_elements = {name: t.row_elements for name, t in planned.items() if t is not None}
         self._caller.decision.load_state_dict(state["decision"])
         for name, of_table in tables.items():
             self._states[name].load_state_dict(of_table)
-        self._rounder.load_state_dict(feedback)
+        self._rounder.load_state_dict(feedback, row_elements)
         self.iteration, self._backward_calls = counts
 
     def send_forward(
@@ -494,7 +496,7 @@ class CompressedAllToAll:
                 if looked_at is None:
                     looked_at = self._caller.looks_at_rows(FORWARD)
                 if looked_at:
-                    bound, relative = part.state.bound_of(flat, self.iteration)
+                    bound, relative = part.state.bound_of(flat, call.iteration)
             rows.append(
                 Rows(
                     flat,
@@ -549,14 +551,17 @@ class CompressedAllToAll:
             layout = layout_of(group, sizes, copied)
         memory = layout.memory_on(gradients[0].device)
         rows = []
+        looked_at = self.backward_bound is not None and self._caller.looks_at_rows(BACKWARD)
         for number, (part, each) in enumerate(zip(parts, sums, strict=True)):
             flat = each.rows
             bound: float | torch.Tensor = 0.0
             if self.backward_bound is not None and flat.dtype in KINDS:
-                bound = self.backward_bound.where_rows_are(flat, self.iteration)
-                own = slice(0)
+                own = slice(0, 0)
                 if copied is not None:
                     own = slice(sum(each.counts[:copied]), sum(each.counts[: copied + 1]))
+                if looked_at:
+                    crossing = (flat[: own.start], flat[own.stop :])
+                    bound = self.backward_bound.where_rows_are(crossing, call.iteration)
                 # One stream a rank, table and call.
                 stream = (self._backward_calls << 32) ^ (number << 16) ^ group.rank()
                 flat = self._rounder.rounded(part.state.name, flat, each.ids, bound, stream, own)

@@ -16,6 +16,7 @@ from ..engine.codecs import BoundedVectorCodec, check_tensor_argument
 from ..engine.codecs.base import check_integer
 from ..engine.codecs.vectors import finite_range
 from ..errors import ArgumentError, ArgumentTypeError
+from .faults import ContentError
 from .rounding import round_to_codes
 
 #: From an iteration, counted from 0, to what the bound is multiplied by.
@@ -80,8 +81,9 @@ class ErrorBound:
     value : float
         Positive and finite.
     kind : str
-        ``"relative"``: a share of the largest less the least finite value of the tensor that a rank
-        sends, as the paper's published code has it; ``"absolute"``: in the units of the elements.
+        ``"relative"``: a share of the largest less the least finite value of what it is the bound
+        of: of a message the rows of a table for a rank; ``"absolute"``: in the units of the
+        elements.
     schedule : callable, optional
         From the iteration, counted from 0, to what `value` is multiplied by: `linear`, `stepwise`
         and so on, or one of your own. Left out: 1.
@@ -114,7 +116,7 @@ class ErrorBound:
         """
         factor = 1.0 if self.schedule is None else float(self.schedule(iteration))
         if not 0 < factor < math.inf:
-            raise ArgumentError(
+            raise ContentError(
                 f"schedule: {factor} for iteration {iteration}, expected positive finite numbers"
             )
         return self.value * factor
@@ -134,35 +136,44 @@ class ErrorBound:
         float
             0 where the finite elements are all equal, or there are none: every bit is kept.
         """
-        value = self.at(iteration)
-        if self.kind == "absolute":
-            return value
-        least, largest = finite_range(t)
-        return value * (largest - least) if largest > least else 0.0
+        return float(self.where_rows_are((t,), iteration))
 
-    def where_rows_are(self, t: torch.Tensor, iteration: int = 0) -> float | torch.Tensor:
-        """Return what `absolute` does of a tensor on any device, without waiting for it.
+    def where_rows_are(
+        self, parts: Sequence[torch.Tensor], iteration: int = 0
+    ) -> float | torch.Tensor:
+        """Return what `absolute` does, of tensors together on any device, without waiting for it.
 
         Returns
         -------
         float or torch.Tensor
             A share of a range on a GPU is there, float64 without dimensions.
         """
-        if t.device.type == "cpu" or self.kind == "absolute":
-            return self.absolute(t, iteration)
-        return self.at(iteration) * range_on_device(t)
+        value = self.at(iteration)
+        if self.kind == "absolute":
+            return value
+        if parts[0].device.type != "cpu":
+            return value * range_on_device(*parts)
+        ranges = [finite_range(part) for part in parts]
+        least, largest = min(low for low, _ in ranges), max(high for _, high in ranges)
+        return value * (largest - least) if largest > least else 0.0
 
 
-def range_on_device(t: torch.Tensor) -> torch.Tensor:
+def range_on_device(*parts: torch.Tensor) -> torch.Tensor:
     """Return the largest less the least finite value of floats ``[...]``, float64 where they are.
 
     0 where there are no two.
     """
-    if not t.numel():
-        return torch.zeros((), dtype=torch.float64, device=t.device)
-    finite = t.isfinite()
-    least = t.masked_fill(~finite, math.inf).amin().to(torch.float64)
-    largest = t.masked_fill(~finite, -math.inf).amax().to(torch.float64)
+    some = [part for part in parts if part.numel()]
+    if not some:
+        return torch.zeros((), dtype=torch.float64, device=parts[0].device)
+    lowest, highest = [], []
+    for part in some:
+        finite = part.isfinite()
+        lowest.append(part.masked_fill(~finite, math.inf).amin())
+        highest.append(part.masked_fill(~finite, -math.inf).amax())
+    least, largest = lowest[0].to(torch.float64), highest[0].to(torch.float64)
+    for low, high in zip(lowest[1:], highest[1:], strict=True):
+        least, largest = torch.minimum(least, low), torch.maximum(largest, high)
     return torch.where(largest > least, largest - least, torch.zeros_like(least))
 
 
@@ -227,8 +238,8 @@ class AdaptiveBound:
         return ErrorBound(self.value * factor, schedule=self.schedule)
 
 
-def bound_on_device(bound: ErrorBound, iteration: int) -> tuple[float, bool]:
-    """Return the value of an iteration, and whether it is a share of a range found there."""
+def value_of(bound: ErrorBound, iteration: int) -> tuple[float, bool]:
+    """Return the value of an iteration, and whether it is a share of a message's range."""
     return bound.at(iteration), bound.kind == "relative"
 
 

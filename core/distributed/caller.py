@@ -20,7 +20,7 @@ from .agreement import failed_elsewhere
 from .buffers import MOST_BYTES, Buffers
 from .device import DeviceExchange, say_failed_there
 from .exchange import Exchange, say_failed
-from .faults import Faults, cause_of
+from .faults import ContentError, Faults, cause_of
 from .helpers import helper_of
 from .kinds import Kinds
 from .layout import Kept, Layout, Rows, sizes_of_tables
@@ -294,10 +294,11 @@ class Caller:
         """Have the other ranks know that this one failed before its exchange of a call.
 
         It takes part in what they do first in that call, and says so: they raise. What is wrong
-        with an argument is raised alone, and torch's own collective has no place to say it: there
-        others wait, and this rank raises from now on.
+        with an argument, but by what it holds in this call, is raised alone; and torch's own
+        collective has no place to say it: there others wait, and this rank raises from now on.
         """
-        if isinstance(error, (ArgumentError, ArgumentTypeError)) or group.size() == 1:
+        of_call = isinstance(error, (ArgumentError, ArgumentTypeError))
+        if group.size() == 1 or (of_call and not isinstance(error, ContentError)):
             return
         if self.codec == "raw" or self.faults.is_known:
             return
@@ -498,7 +499,7 @@ class Caller:
             to = max((rank for rank in range(group.size()) if rank != own), key=table.rows_for)
             rows = torch.split(table.sent, list(table.send_rows))[to]
             repeats = table.repeats[to] if table.repeats else None
-            choice.choose(rows, float(table.bound), model, repeats)
+            choice.choose(rows, table.bound_of(rows), model, repeats)
 
     def _decide_while_plain(
         self,

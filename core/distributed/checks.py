@@ -15,6 +15,7 @@ from ..engine.codecs import check_tensor_argument
 from ..engine.codecs.base import check_indices_argument, rows_as_bytes
 from ..engine.kernels.vector_format import KINDS
 from ..errors import ArgumentError, ArgumentTypeError
+from .faults import ContentError
 from .messages import Array, Repeats
 from .wire import DTYPES, MOST_BYTES, MOST_ELEMENTS, MOST_ROWS
 
@@ -143,7 +144,7 @@ def repeats_of(
     if any(found) and rows.shape[1]:
         bits = rows_as_bytes(rows, rows.shape[1] * rows.element_size())
         if not torch.equal(bits[sent.to(rows.device)], bits):
-            raise ArgumentError(f"{argument}: rows of one id differ")
+            raise ContentError(f"{argument}: rows of one id differ")
     return found
 
 

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from ..engine.codecs import check_tensor_argument
 from ..engine.codecs.base import share_memory
 from ..errors import ArgumentError, ArgumentTypeError
-from .bounds import ErrorBound, bound_on_device, checked_bound
+from .bounds import ErrorBound, checked_bound, value_of
 from .caller import Caller, checked_codec, function_caller
 from .checks import check_dtype, checked_group, cut_rows, refuse_capture, repeats_of, row_of
 from .device import DeviceExchange
+from .faults import ContentError
 from .helpers import helper_of
 from .layout import Rows
 
@@ -108,7 +109,8 @@ def all_to_all_single(
     async_op : bool
         Whether to return at once. Asynchronous exchanges of a group run in the order of the calls,
         in a thread with a communicator of its own, which all ranks of the group make in their first
-        such call. Neither tensor is to be used until `wait` returned.
+        such call: where one rank's is asynchronous, all ranks' are. Neither tensor is to be used
+        until `wait` returned.
     codec : str
         ``"auto"``: equation 2 of the paper. In the ninth call and then in each 64th one of a kind
         the ranks of a group compare what compressing took with what torch's own collective would
@@ -120,11 +122,11 @@ def all_to_all_single(
         cycle of up to eight that differ in size, bound or ids (rows, then gradients, say), each
         place in it is decided for itself, from the 16th, 64th, 256th or 1,024th call on.
         ``"compressed"``: compressed on any link, in few bytes. ``"raw"``: torch's own collective,
-        which takes no bound.
+        which takes no bound; all ranks say so, or none.
     error_bound : float or ErrorBound, optional
         How far an element may be from the one that was sent, a number as a share of the largest
-        less the least finite value of `input`, on a GPU of the part for each rank; every bit is
-        kept when left out.
+        less the least finite value of the part for each rank; every bit is kept when left out. Of a
+        schedule the value of its first iteration.
     row_shape : sequence of int, optional
         Of a tensor of one dimension: elements of a row, by which it is cut; 1 when left out. Of
         others a row is what stands at one index of the first dimension.
@@ -180,6 +182,8 @@ def all_to_all_single(
         raise ArgumentTypeError(f"output: dtype {output.dtype}, input has {input.dtype}")
     if not output.is_contiguous():
         raise ArgumentError("output: not contiguous")
+    if output.is_conj() or output.is_neg():
+        raise ArgumentError("output: a conjugate or negative view, expected its own memory")
     if share_memory(output, input):
         raise ArgumentError("output: shares memory with input")
     check_dtype(input.dtype, bound)
@@ -201,9 +205,12 @@ def all_to_all_single(
     )
     # An asynchronous exchange on the CPU has another caller, which is not asked here.
     needed = (async_op and not there) or caller.looks_at_rows_of(group, kind)
-    repeats, failed = None, None
+    repeats = None
+    failed: Exception | None = None
     try:
         repeats = repeats_of("", sent, send_rows, row_ids, needed=needed)
+    except ContentError as error:
+        failed = error  # as below
     except (ArgumentError, ArgumentTypeError):
         raise
     except Exception as error:
@@ -213,10 +220,8 @@ def all_to_all_single(
         if failed is not None:
             raise failed
         value, relative = 0.0, False
-        if bound is not None and sent.device.type == "cpu":
-            value = bound.absolute(sent) if of.looks_at_rows() else 0.0
-        elif bound is not None:
-            value, relative = bound_on_device(bound, 0)
+        if bound is not None and (there or of.looks_at_rows()):
+            value, relative = value_of(bound, 0)
         return Rows(sent, into, send_rows, receive_rows, value, relative, repeats=repeats)
 
     if there:

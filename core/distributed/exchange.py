@@ -270,9 +270,10 @@ class Exchange:
             for number, (i, _, first, rows) in enumerate(parts):
                 table = self._tables[i]
                 repeats = table.repeats[to] if table.repeats else None
+                sent = table.sent[first : first + rows]
                 used, by_id = encode_part(
-                    table.sent[first : first + rows],
-                    float(table.bound),
+                    sent,
+                    table.bound_of(sent),
                     table.candidate,
                     repeats,
                     out[at:],

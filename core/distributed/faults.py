@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import torch
 
-from ..errors import BitslabError, CorruptedDataError
+from ..errors import ArgumentError, BitslabError, CorruptedDataError
 from .wire import DAMAGE, DISAGREEMENT, NO_MEMORY, OTHER_CAUSE
 
 T = TypeVar("T")
@@ -15,6 +15,10 @@ T = TypeVar("T")
 
 class ExchangeError(BitslabError, RuntimeError):
     """An exchange between ranks failed, or they disagree; the message names stage and ranks."""
+
+
+class ContentError(ArgumentError):
+    """An argument is wrong by what it holds in one call: other ranks cannot know, and are told."""
 
 
 class Faults:

@@ -9,9 +9,12 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
+from ..engine.codecs.vectors import finite_range
+from ..engine.kernels.format import ceil_div
+from ..errors import ArgumentError
 from .agreement import Agreement, TableSizes
 from .messages import REFERENCES, Array, Candidate, Repeats, most_part_bytes
-from .wire import PART_SIZE
+from .wire import MOST_BYTES, PART_SIZE
 
 #: Things that are kept at most, such as layouts: sizes hardly change from step to step, or in each.
 MOST_KEPT = 16
@@ -34,7 +37,7 @@ class Rows:
         How far a delivered element may be from the one that was sent; 0: every bit is kept. Rows of
         this rank for itself are copied. On a GPU it may be there, float64 without dimensions.
     relative : bool
-        On a GPU, whether the bound is a share of the range of the rows for each rank.
+        Whether the bound is a share of the range of the rows of a message.
     candidate : Candidate
         How they are written.
     repeats : list, optional
@@ -83,6 +86,14 @@ class Rows:
         if self.parts is None:
             self.parts = self.received.split_with_sizes(list(self.receive_rows))
         return self.parts
+
+    def bound_of(self, rows: torch.Tensor) -> float:
+        """Return the bound of some rows on the CPU, in their units; 0: every bit is kept."""
+        bound = float(self.bound)
+        if not bound or not self.relative:
+            return bound
+        least, largest = finite_range(rows)
+        return bound * (largest - least) if largest > least else 0.0
 
     def raw_bytes(self, rank: int | None) -> int:
         """Return the bytes of the rows for other ranks than this one; of all for None."""
@@ -209,6 +220,7 @@ class Layout:
         key = pieces, decide_every, numbers
         found = self._agreements.get(key)
         if found is None:
+            self._check_messages(pieces)
             found = Agreement(
                 self.tables,
                 self.rank,
@@ -219,6 +231,25 @@ class Layout:
             )
             self._agreements[key] = found
         return found
+
+    def _check_messages(self, pieces: int) -> None:
+        """Refuse messages of more bytes than a descriptor has place for."""
+        for way in ("sent", "received"):
+            of_tables = [t.send_rows if way == "sent" else t.receive_rows for t in self.tables]
+            for rank in range(self.size):
+                if rank == self.copied:
+                    continue
+                most = sum(
+                    PART_SIZE.size + most_part_bytes(ceil_div(rows[rank], pieces), row_bytes)
+                    for rows, row_bytes in zip(of_tables, self.row_bytes, strict=True)
+                )
+                if most >= MOST_BYTES:
+                    preposition = "to" if way == "sent" else "from"
+                    raise ArgumentError(
+                        f"inputs: {most} bytes in one message {preposition} rank {rank} of the "
+                        f"group, of {len(self.tables)} tables in {pieces} pieces, expected fewer "
+                        f"than {MOST_BYTES}: give more pieces"
+                    )
 
     def sent_spans(self, piece: int, pieces: int) -> list[list[Span]]:
         """Return by rank the rows of tables that cross to it, in the order of the tables."""

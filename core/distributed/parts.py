@@ -144,6 +144,8 @@ class Call:
         By table int64, the ids of the rows that come, or None.
     summed_back : bool
         Whether gradients go back.
+    iteration : int
+        By which its bounds are scheduled, both ways.
     places : list
         By table, as of `Rows`.
     """
@@ -152,6 +154,7 @@ class Call:
     repeats: list[list[Repeats | None] | None]
     received_ids: list[Array | None]
     summed_back: bool
+    iteration: int
     places: list[list[Array | None]] = field(default_factory=list)
 
 

@@ -12,7 +12,7 @@ from ..dtypes import dtype_name
 from ..engine.codecs.base import check_integer
 from ..engine.kernels.vector_format import KINDS
 from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError
-from .bounds import AdaptiveBound, ErrorBound, bound_on_device, checked_bound
+from .bounds import AdaptiveBound, ErrorBound, checked_bound, value_of
 from .selection import TableChoice
 from .stats import TableCounters
 from .wire import DTYPES, MOST_ELEMENTS
@@ -116,8 +116,8 @@ class TableState:
     def bound_of(self, rows: torch.Tensor, iteration: int) -> tuple[float, bool]:
         """Return the bound of rows ``[N, row]``, and whether it is a share of a range; 0: none.
 
-        Of rows on the CPU it is in their units. Those on a GPU are not looked at, but once for the
-        class of an adaptive bound: a share is that of the range of the rows for each rank.
+        A share is that of the range of the rows of each message. Rows are not looked at, but once
+        for the class of an adaptive bound.
         """
         bound = self.bound
         if isinstance(bound, AdaptiveBound):
@@ -126,9 +126,7 @@ class TableState:
             bound = bound.of_class(self.kind or "small")
         if bound is None:
             return 0.0, False
-        if rows.device.type == "cpu":
-            return bound.absolute(rows, iteration), False
-        return bound_on_device(bound, iteration)
+        return value_of(bound, iteration)
 
     def stats(self, iteration: int) -> dict[str, Any]:
         """Return what crossed, and how."""

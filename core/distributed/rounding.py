@@ -251,10 +251,11 @@ class GradientRounder:
         if self.feedback_rows and ids is not None and len(ids):
             feedback = self._of(table, rows.shape[1])
             rows = feedback.add_to(rows, ids)
-        if not isinstance(bound, torch.Tensor) and not bound:
-            return rows
-        found = round_stochastically(rows, bound, self._seed, stream)
-        found[own] = rows[own]
+        found = rows
+        if isinstance(bound, torch.Tensor) or bound:
+            found = round_stochastically(rows, bound, self._seed, stream)
+            found[own] = rows[own]
+        # Also where nothing is lost now: what was lost before has been added.
         if feedback is not None and ids is not None:
             feedback.keep(rows - found, ids)
         return found
@@ -268,8 +269,8 @@ class GradientRounder:
         """Return by table what is kept."""
         return {table: kept.state_dict() for table, kept in self._feedback.items()}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take what `state_dict` returned.
+    def load_state_dict(self, state: Mapping[str, Any], rows: Mapping[str, int]) -> None:
+        """Take what `state_dict` returned; `rows` are the elements of tables' rows, if planned.
 
         Raises
         ------
@@ -278,8 +279,13 @@ class GradientRounder:
         """
         for table, kept in state.items():
             lost = kept.get("lost") if isinstance(kept, Mapping) else None
+            row = rows.get(table)
             if not isinstance(lost, torch.Tensor) or lost.dim() != 2:
                 raise CorruptedDataError("state: error feedback is damaged, or of other rows")
+            if row is not None and lost.shape[1] != row:
+                raise CorruptedDataError(
+                    f"state: error feedback of rows of {lost.shape[1]}, table {table} has {row}"
+                )
             self._of(table, lost.shape[1]).load_state_dict(kept)
 
 

@@ -136,7 +136,7 @@ class TableChoice:
             When there is none.
         """
         by_name = {c.name: c for c in WITHIN_BOUND}
-        if name not in by_name:
+        if not isinstance(name, str) or name not in by_name:
             raise CorruptedDataError(f"state: {name!r:.60} is no way to write rows")
         self.candidate = by_name[name]
 
@@ -350,6 +350,8 @@ class Decision:
         CorruptedDataError
             When it is damaged.
         """
+        if not isinstance(state, Mapping):
+            raise CorruptedDataError(f"state: {state!r:.80}, expected what was decided")
         modes = state.get("modes")
         counted = [state.get(name) for name in ("calls", "decided", "passed_over", "pass_over")]
         sound = (

@@ -348,11 +348,12 @@ def rounded(rank: int, ranks: int, there: torch.device) -> dict[str, bool]:
             t = torch.zeros(rows * ranks, 6, dtype=dtype, device=there, requires_grad=True)
             exchange(t).backward(gradient.to(there))
             assert t.grad is not None
-            limit = bound.absolute(gradient)
-            on_host = round_stochastically(gradient, limit, 7, rank)
-            if not Caller.own_rows_cross:
-                own = slice(rank * rows, (rank + 1) * rows)
-                on_host[own] = gradient[own]
+            own = slice(rank * rows, (rank + 1) * rows)
+            own = slice(0, 0) if Caller.own_rows_cross else own
+            crossing = torch.cat([gradient[: own.start], gradient[own.stop :]])
+            limit = bound.absolute(crossing)  # of what crosses
+            on_host = round_stochastically(gradient, limit, 7, rank) if limit else gradient.clone()
+            on_host[own] = gradient[own]
             wanted = crossed(on_host.to(there), [rows] * ranks, [rows] * ranks)
             key = f"{dtype} {bound.kind}"
             seen[f"same bits {key}"] = same_bits(t.grad.cpu(), wanted.cpu())

@@ -25,6 +25,7 @@ CHECKS = (
     *("short_and_long", "few_rows", "longer_buffers", "works"),
     *("encoding_fails", "encoding_there_fails"),
     *("other_pieces", "other_numbers", "decoding_fails", "deciding_fails"),
+    "bounds_of_messages",
     "as_on_a_gpu_too",
 )
 
@@ -285,12 +286,29 @@ BAD = {
     "negative row_shape": "ArgumentError: row_shape: [-2, -1], expected sizes from 1",
     "float splits": "ArgumentTypeError: input_split_sizes: expected a size for each rank, got [2.5",
     "flat splits": "ArgumentError: input_split_sizes: [3, 5], expected multiples of 2 elements",
+    "conjugate": "ArgumentError: output: a conjugate or negative view",
     "list": "ArgumentTypeError: input: expected a torch.Tensor, got list",
     "group": "ArgumentTypeError: group: expected a ProcessGroup of this rank, got 'world'",
     "ids": "ArgumentError: row_ids: 3 ids, input has 4 rows",
-    "ids differ": "ArgumentError: row_ids: rows of one id differ",
+    "ids differ": "ContentError: row_ids: rows of one id differ",
     "float ids": "ArgumentTypeError: row_ids: dtype torch.float32",
 }
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_bounds_are_shares_of_messages_and_gradients_follow_the_calls(
+    ranks: int, seen_by: dict[int, Seen]
+) -> None:
+    for seen in seen_by[ranks]["bounds_of_messages"]:
+        assert len(seen) == 5 and all(seen.values()), seen
+
+
+def test_all_raise_where_one_rank_has_no_bound(tmp_path: Path) -> None:
+    first, *others = run_ranks("schedules_that_fail", 2, tmp_path)
+    for way in ("forward", "backward"):
+        assert first[way].startswith("ContentError: schedule: -1.0 for iteration 1"), first
+        for seen in others:
+            assert seen[way].startswith("ExchangeError"), seen
 
 
 def test_bad_arguments_are_refused_before_anything_is_sent(seen_by: dict[int, Seen]) -> None:

@@ -68,7 +68,7 @@ def test_stochastic_rounding_draws_the_bits_of_the_cpu() -> None:
                 found = round_stochastically(rows.cuda(), given, 3, 1 << 40)
                 assert same_bits(found.cpu(), expected)
         share = ErrorBound(0.03)
-        on_device = share.where_rows_are(rows.cuda())
+        on_device = share.where_rows_are([rows.cuda()])
         assert isinstance(on_device, torch.Tensor)
         assert float(on_device) == share.absolute(rows)
 

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +14,9 @@ from torch._C._distributed_c10d import HashStore
 
 import bitslab
 from bitslab.distributed import CompressedAllToAll, Table
+from bitslab.distributed.agreement import TableSizes
+from bitslab.distributed.layout import Layout
+from bitslab.distributed.rounding import GradientRounder
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +55,50 @@ def test_a_copy_goes_on_from_the_same_state_and_shares_nothing(copied, tables):
     assert torch.equal(step(other), step(exchange))
     step(other)
     assert (other.iteration, exchange.iteration) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("part", "damaged"),
+    [
+        ("decision", None),
+        ("decision", {"modes": ["plain"]}),
+        ("feedback", {"a": {"lost": torch.zeros(1, 7)}}),
+        ("tables", {"a": {"class": None, "index": None, "codec": [], "backward_codec": []}}),
+    ],
+    ids=["no decision", "one way", "other rows", "no codec"],
+)
+def test_a_damaged_state_is_refused(part, damaged):
+    exchange = CompressedAllToAll(tables=[Table("a", 4)], backward=0.1, error_feedback=4)
+    state = exchange.state_dict() | {part: damaged}
+    with pytest.raises(bitslab.CorruptedDataError, match="state: "):
+        exchange.load_state_dict(state)
+
+
+def test_what_was_lost_is_delivered_once_where_nothing_is_rounded():
+    rounder = GradientRounder(0, 8)
+    ids = np.arange(4)
+    rows = torch.rand(4, 3)
+    none = slice(0)
+    found = rounder.rounded("a", rows, ids, 0.4, 0, none)
+    for bound in (0.0, torch.tensor(0.0, dtype=torch.float64)):
+        again = copy.deepcopy(rounder)
+        later = again.rounded("a", torch.zeros(4, 3), ids, bound, 1, none)
+        assert torch.allclose(found + later, rows, atol=1e-6)
+        assert not again.rounded("a", torch.zeros(4, 3), ids, bound, 2, none).any()
+
+
+def test_messages_of_four_gibibytes_are_refused_before_they_are_made():
+    """Of tables that fit alone, and together do not."""
+    rows = (1 << 30) * 14 // 10 // 256
+    tables = [TableSizes(name, torch.int64, 32, (0, rows), (0, rows)) for name in "abc"]
+    layout = Layout(tables, 0, 2, 0)
+    with pytest.raises(bitslab.ArgumentError, match=r"one message to rank 1 .* 3 tables"):
+        layout.agreement(1, 0)
+    assert layout.agreement(2, 0)
+    assert Layout(tables[:2], 0, 2, 0).agreement(1, 0)
+    back = [t._replace(send_rows=(0, 0)) for t in tables]
+    with pytest.raises(bitslab.ArgumentError, match="one message from rank 1"):
+        Layout(back, 0, 2, 0).agreement(1, 0)
 
 
 def test_an_object_is_not_pickled():

@@ -175,8 +175,8 @@ def test_a_module_that_attends_twice_gets_the_same_twice(offload: bool, gpu_path
         assert torch.equal(first, again)
         other = passes.normal(BATCH, QUERY_HEADS, 1)
         found, _ = attention(Module(), other, keys, values, None, scaling=0.3)
-        dense = [handle.dense() for handle in (keys, values)]
-        expected, _ = attention(Module(), other, *dense, None, scaling=0.3)
+        k, v = keys.dense(), values.dense()
+        expected, _ = attention(Module(), other, k, v, None, scaling=0.3)
         assert torch.allclose(found, expected, atol=2e-3)
     before = passes.cache.stats()["packed_passes"]
     passes.run()
