@@ -119,7 +119,7 @@ class ErrorBound:
             raise ContentError(
                 f"schedule: {factor} for iteration {iteration}, expected positive finite numbers"
             )
-        return self.value * factor
+        return float(self.value) * factor
 
     def absolute(self, t: torch.Tensor, iteration: int = 0) -> float:
         """Return the bound of a tensor in the units of its elements.

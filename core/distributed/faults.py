@@ -18,7 +18,7 @@ class ExchangeError(BitslabError, RuntimeError):
 
 
 class ContentError(ArgumentError):
-    """An argument is wrong by what it holds in one call: other ranks cannot know, and are told."""
+    """An argument is wrong by what it holds in one call: others hear of it from the exchange."""
 
 
 class Faults:

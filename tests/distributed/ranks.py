@@ -460,7 +460,7 @@ def bounds_of_messages(rank: int, ranks: int) -> dict[str, Any]:
     rows = torch.rand(ranks, 40, 4, generator=generator)
     for to in range(ranks):
         rows[to] *= 10.0**to
-    rows[rank] *= 1e6  # what stays here says nothing of the others
+    rows[rank] *= 1e6  # what does not cross says nothing of the others
     given = rows.flatten(0, 1)
     for way in ("object", "function"):
         if way == "object":

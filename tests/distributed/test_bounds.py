@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from typing import Any, cast
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,7 +53,8 @@ def test_schedules_fall_in_their_own_ways():
 
 def test_a_bound_is_a_share_of_the_range_of_finite_elements():
     t = torch.tensor([[-1.0, 3.0], [math.nan, math.inf]])
-    assert ErrorBound(0.25).absolute(t) == 1.0
+    quarter: Any = np.float32(0.25)
+    assert ErrorBound(0.25).absolute(t) == ErrorBound(quarter).absolute(t) == 1.0
     assert ErrorBound(0.25, "absolute").absolute(t) == 0.25
     assert ErrorBound(0.25, schedule=linear(4)).absolute(t, 2) == 1.5
     assert ErrorBound(0.25).absolute(torch.full((3, 3), 2.0)) == 0.0

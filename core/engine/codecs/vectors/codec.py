@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -267,9 +268,9 @@ class BoundedVectorCodec(_VectorCodec):
         return {"error_bound": self.bound, "relative": self.relative, **super().to_config()}
 
 
-def checked_bound(name: str, bound: float) -> float:
+def checked_bound(name: str, bound: Any) -> float:
     """Return a bound as a float, or refuse what is no positive finite number."""
-    if isinstance(bound, bool) or not isinstance(bound, (int, float)):
+    if isinstance(bound, bool) or not isinstance(bound, numbers.Real):
         raise ArgumentTypeError(f"{name}: expected a float, got {bound!r:.60}")
     if not 0 < bound < math.inf:
         raise ArgumentError(f"{name}: {bound}, accepted are positive finite numbers")
