@@ -85,6 +85,7 @@ def main() -> None:
     from tests.distributed import (
         calls_ranks,
         device_ranks,
+        drawn_ranks,
         early_ranks,
         fault_ranks,
         kind_ranks,
@@ -92,7 +93,7 @@ def main() -> None:
     )
 
     known = CHECKS | table_ranks.CHECKS | device_ranks.CHECKS | fault_ranks.CHECKS
-    known |= calls_ranks.CHECKS | early_ranks.CHECKS | kind_ranks.CHECKS
+    known |= calls_ranks.CHECKS | early_ranks.CHECKS | kind_ranks.CHECKS | drawn_ranks.CHECKS
     names = check.split("+")
     results = {name: known[name](int(rank), int(ranks)) for name in names}
     result = results if len(names) > 1 else results[check]

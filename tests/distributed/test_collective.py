@@ -303,6 +303,13 @@ def test_bounds_are_shares_of_messages_and_gradients_follow_the_calls(
         assert len(seen) == 5 and all(seen.values()), seen
 
 
+@two_and_three
+def test_what_comes_is_what_torch_delivers_whatever_is_drawn(ranks: int, tmp_path: Path) -> None:
+    for seen in run_ranks("drawn", ranks, tmp_path, timeout_s=60):
+        print("seed", seen["seed"])
+        assert not seen["wrong"], seen
+
+
 def test_all_raise_where_one_rank_has_no_bound(tmp_path: Path) -> None:
     first, *others = run_ranks("schedules_that_fail", 2, tmp_path)
     for way in ("forward", "backward"):

@@ -272,9 +272,13 @@ def checked_bound(name: str, bound: Any) -> float:
     """Return a bound as a float, or refuse what is no positive finite number."""
     if isinstance(bound, bool) or not isinstance(bound, numbers.Real):
         raise ArgumentTypeError(f"{name}: expected a float, got {bound!r:.60}")
-    if not 0 < bound < math.inf:
+    try:
+        found = float(bound)
+    except OverflowError:  # of an integer
+        found = math.inf
+    if not 0 < found < math.inf:
         raise ArgumentError(f"{name}: {bound}, accepted are positive finite numbers")
-    return float(bound)
+    return found
 
 
 _ROWS = torch.contiguous_format
