@@ -15,7 +15,7 @@ from bitslab.distributed.wire import DTYPES
 from tests.distributed.device_ranks import coded_where_rows_are
 from tests.helpers import random_bits, same_bits
 
-CASES = 40
+CASES = 24
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
