@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -15,6 +16,9 @@ from ..engine.versions import version_of
 from ..module_methods import MethodOverride
 from ..module_tensors import own_buffers
 from .attached import PlainCopies
+from .compiled import hook_functions
+from .guards import modified
+from .module_state import PlainState, detached_leaves, same_bits, torch_generators
 from .sites import is_compiled
 from .step_recorder import StepRecorder
 
@@ -57,11 +61,27 @@ def _tensors(values: Any) -> Iterator[torch.Tensor | None]:
         yield None
 
 
-def _changes(module: nn.Module, inputs: list[torch.Tensor]) -> Callable[[], bool]:
-    """Return what checks whether a module's buffers or inputs were changed in place since."""
-    buffers = [t for each in module.modules() for t in own_buffers(each).values() if t is not None]
-    before = [(t, version_of(t)) for t in (*buffers, *inputs) if not t.is_inference()]
-    return lambda: any(version_of(t) != version for t, version in before)
+def _changes(module: nn.Module, inputs: list[torch.Tensor]) -> Callable[[], str]:
+    """Return what says why a module cannot be computed again, by what it has changed since."""
+    before = _versions((*_buffers(module), *inputs))
+    state = PlainState(module)
+
+    def why_not() -> str:
+        if any(version_of(t) != version for t, version in before):
+            return "It changes buffers or inputs, and would change them twice."
+        differs = state.what_differs()
+        return f"It changes {differs}, and would change it twice." if differs else ""
+
+    return why_not
+
+
+def _buffers(module: nn.Module) -> Iterator[torch.Tensor]:
+    for each in module.modules():
+        yield from (t for t in own_buffers(each).values() if t is not None)
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> list[tuple[torch.Tensor, int]]:
+    return [(t, version_of(t)) for t in tensors if not t.is_inference()]
 
 
 class ModuleWatch:
@@ -78,7 +98,7 @@ class ModuleWatch:
     def __init__(self, modules: Mapping[str, nn.Module], recorder: StepRecorder) -> None:
         self._handles: list[Any] = []
         for name, module in modules.items():
-            changes: list[Callable[[], bool]] = []
+            changes: list[Callable[[], str]] = []
             enter = functools.partial(_enter, recorder, name, changes)
             leave = functools.partial(_leave, recorder, name, changes)
             self._handles += [
@@ -96,7 +116,7 @@ class ModuleWatch:
 def _enter(
     recorder: StepRecorder,
     name: str,
-    changes: list[Callable[[], bool]],
+    changes: list[Callable[[], str]],
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
@@ -116,21 +136,62 @@ def _enter(
 def _leave(
     recorder: StepRecorder,
     name: str,
-    changes: list[Callable[[], bool]],
+    changes: list[Callable[[], str]],
     module: nn.Module,
     args: tuple[Any, ...],
     result: Any,
 ) -> None:
-    changed = bool(changes) and changes.pop()()
-    why_not = "It changes buffers or inputs, and would change them twice." if changed else ""
-    recorder.leave_module(name, why_not)
+    recorder.leave_module(name, changes.pop()() if changes else "")
+
+
+class _Run:
+    """One forward pass of a checkpointed module, which `checkpoint` calls again for the backward.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module.
+    original : callable
+        Its own forward.
+    name : str
+        Its path.
+    given : iterable of torch.Tensor
+        Tensors of its keyword arguments, which `checkpoint` holds and does not watch.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        original: Callable[..., Any],
+        name: str,
+        given: Iterable[torch.Tensor],
+    ) -> None:
+        self._original, self._name, self._ran = original, name, False
+        self._state = PlainState(module)
+        self._versions = _versions((*module.parameters(), *_buffers(module), *given))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._ran:
+            self._ran = True
+            return self._original(*args, **kwargs)
+        for t, version in self._versions:
+            if (found := version_of(t)) != version:
+                what = f", which {self._name!r} is computed again from,"
+                raise modified(t.shape, t.dtype, found, version, what)
+        with self._state.again():
+            return self._original(*args, **kwargs)
 
 
 class _Checkpointed(MethodOverride):
-    """Runs a module's forward pass so that the backward pass computes it again."""
+    """Runs a module's forward pass so that the backward pass computes it again.
 
-    def __init__(self, module: nn.Module, is_on: Callable[[], bool]) -> None:
-        self._is_on: Callable[[], bool] | None = is_on
+    The first one is run twice, to see whether that gives the same bits: only one module's tensors
+    are there for it at a time, however many are checkpointed.
+    """
+
+    def __init__(self, module: nn.Module, name: str, guide: CheckpointedModules) -> None:
+        self._path = name
+        self._guide: CheckpointedModules | None = guide
         super().__init__(module, "forward")
 
     def replacement(self) -> Callable[..., Any]:
@@ -138,28 +199,78 @@ class _Checkpointed(MethodOverride):
 
         @functools.wraps(self.original())
         def forward(*args: Any, **kwargs: Any) -> Any:
-            original = self.original()
-            if self._is_on is None or not self._is_on():
+            original, guide = self.original(), self._guide
+            if guide is None or not guide.is_on(self._path):
                 return original(*args, **kwargs)
-            if any(t is None for t in _tensors((args, kwargs))):  # unlike what was profiled
+            given = list(_tensors((args, kwargs)))
+            if any(t is None for t in given):  # unlike what was profiled
                 return original(*args, **kwargs)
-            return checkpoint(original, *args, use_reentrant=False, **kwargs)
+            if guide.is_proven(self._path):
+                return self._checkpointed(args, kwargs)
+            return self._first(guide, [t for t in given if t is not None], args, kwargs)
 
         forward.__signature__ = inspect.signature(self.module.forward)  # type: ignore[attr-defined]
         return forward
 
+    def _checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = [t for t in _tensors(tuple(kwargs.values())) if t is not None]
+        run = _Run(self.module, self.original(), self._path, given)
+        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+
+    def _first(
+        self,
+        guide: CheckpointedModules,
+        given: list[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
+        """Run it twice, and as it is where that gives other bits."""
+        module, original = self.module, self.original()
+        state = PlainState(module)
+        restore_torch = torch_generators((*given, *module.parameters()))
+        changes = _changes(module, given)
+        try:
+            # With a graph, since without one modules may take other ways; none of it is moved.
+            with torch.autograd.graph.saved_tensors_hooks(*hook_functions(_detached, _as_it_is)):
+                before = detached_leaves(original(*args, **kwargs))
+            why_not = changes()
+        except Exception as error:  # if it is the module's own, that is raised below
+            before, why_not = [], f"It could not be tried ({type(error).__name__}: {error})."
+        restore_torch()
+        state.restore()
+        if not why_not:
+            result = self._checkpointed(args, kwargs)
+            if same_bits(before, detached_leaves(result)):
+                guide.proven(self._path)
+                return result
+            del result
+            why_not = "Computed again, it gives other bits."
+            restore_torch()
+            state.restore()
+        guide.refuse(self._path, why_not)
+        return original(*args, **kwargs)
+
     def remove(self) -> None:
         """Give the module its own method back; whoever has this one runs that."""
-        self._is_on = None
+        self._guide = None
         super().remove()
+
+
+def _detached(t: torch.Tensor) -> torch.Tensor:
+    """Return what stands for a tensor: an output that its own node saved would never be freed."""
+    return t.detach()
+
+
+def _as_it_is(t: torch.Tensor) -> torch.Tensor:
+    return t
 
 
 class _OneModule:
     """What is set on a module that is checkpointed."""
 
-    def __init__(self, module: nn.Module, is_on: Callable[[], bool]) -> None:
+    def __init__(self, module: nn.Module, name: str, guide: CheckpointedModules) -> None:
         self._overrides = [
-            _Checkpointed(module, is_on),
+            _Checkpointed(module, name, guide),
             PlainCopies(module, "__reduce_ex__", self),
             PlainCopies(module, "_replicate_for_data_parallel", self),
         ]
@@ -183,11 +294,18 @@ class CheckpointedModules:
         Those that may be, by path.
     is_on : callable
         Returns whether the running pass of this thread checkpoints a module.
+
+    Attributes
+    ----------
+    refused : dict of str to str
+        Modules that gave other bits when they were computed again, for good, and what was found.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], is_on: Callable[[str], bool]) -> None:
         self.modules = dict(modules)
+        self.refused: dict[str, str] = {}
         self._is_on = is_on
+        self._proven: set[str] = set()
         self._set: dict[str, _OneModule] = {}
 
     def apply(self, names: Iterable[str]) -> None:
@@ -196,5 +314,30 @@ class CheckpointedModules:
         for name in [name for name in self._set if name not in wanted]:
             self._set.pop(name).remove()
         for name in sorted(wanted - set(self._set)):
-            is_on = functools.partial(self._is_on, name)
-            self._set[name] = _OneModule(self.modules[name], is_on)
+            self._set[name] = _OneModule(self.modules[name], name, self)
+
+    # For what is set on the modules
+
+    def is_on(self, name: str) -> bool:
+        """Return whether a module is checkpointed now."""
+        return name not in self.refused and self._is_on(name)
+
+    def is_proven(self, name: str) -> bool:
+        """Return whether a module was found to give the same bits again."""
+        return name in self._proven
+
+    def proven(self, name: str) -> None:
+        """Take note of a module that gave the same bits."""
+        self._proven.add(name)
+
+    def refuse(self, name: str, why: str) -> None:
+        """Checkpoint a module no more, and tell of it."""
+        if name in self.refused:
+            return
+        self.refused[name] = why
+        warnings.warn(
+            f"bitslab: {name!r} is not computed again in the backward pass any more, since its "
+            f"gradients would be others ({why})",
+            UserWarning,
+            stacklevel=2,
+        )

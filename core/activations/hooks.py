@@ -228,7 +228,7 @@ class SavedTensorHooks:
                     return self._keep(t, version, storage, current, counts)
                 copy = StoredCopy(name, flat, span, root, version, current, whole)
                 if not self._store(copy, counts, t, current):
-                    return t.detach(), version
+                    return self._keep(t, version, storage, current, counts)
                 current.copies[name] = weakref.ref(copy)
                 witness = None if whole is None else flat
             if form.gaps is not None:

@@ -33,6 +33,7 @@ from ..engine.advisor.planning import (
     StepProfile,
     compare,
     make_plan,
+    predicted_again,
 )
 from .checkpointed import CheckpointedModules, ModuleWatch, checkpointable
 from .disk_share import required_note
@@ -43,7 +44,7 @@ from .planned_passes import pass_plan, read_ahead_bytes
 from .policies import CHECKPOINT, KEEP, RAW, REPLAY, Choice, Codecs
 from .sites import Select, Site
 from .step_recorder import RecordedStep, StepRecorder, inside_module
-from .tiers import Tiers
+from .tiers import STAGING_SHARE, Tiers
 from .time_models import TimeModels
 from .traffic import SentBlob
 
@@ -158,8 +159,11 @@ class PlannedPolicy:
 
     def use_tiers(self, tiers: Tiers) -> None:
         """Say what there is behind the device, and how much of it may be used."""
-        self._tiers = {"host_bytes": None if tiers.limit is None else tiers.limit.most_bytes}
         disk = tiers.disk
+        host_bytes = None if tiers.limit is None else tiers.limit.most_bytes
+        if host_bytes is not None and disk is not None:  # what `Tiers.place` leaves for those
+            host_bytes = int(host_bytes * (1.0 - STAGING_SHARE))
+        self._tiers = {"host_bytes": host_bytes, "has_host_tier": tiers.host}
         if disk is None:
             return
         both = [
@@ -236,6 +240,7 @@ class PlannedPolicy:
             self._passes += 1
             changed = self._take_recorded(number)
             changed |= self._take_measured()
+            changed |= self._take_refused()
             profiled = self._recording is None and self._profile_due(number)
             if profiled and self._measures_plain():
                 self._plain = entered.profile = entered.watcher = MeasuredPass(self._device())
@@ -317,7 +322,10 @@ class PlannedPolicy:
         earlier, recorder = sorted((earlier, recorder), key=lambda r: sum(r.saved_bytes.values()))
         if not self._is_larger(recorder):
             return False
-        modules = () if self._modules is None else tuple(self._modules.modules)
+        modules: tuple[str, ...] = ()
+        if self._modules is not None:
+            refused = self._modules.refused
+            modules = tuple(name for name in self._modules.modules if name not in refused)
         recorded = recorder.recorded(
             self._times(recorder.device), self._link(recorder), modules, earlier
         )
@@ -381,7 +389,9 @@ class PlannedPolicy:
 
     def _plan(self, profile: StepProfile) -> None:
         """Plan a profile, and follow that from now on."""
-        plan = self._made(profile)
+        self._follow_made(self._made(profile), profile)
+
+    def _follow_made(self, plan: Plan, profile: StepProfile) -> None:
         assert self._recorded is not None
         passes = pass_plan(
             plan,
@@ -409,6 +419,17 @@ class PlannedPolicy:
         except MemoryLimitError as error:
             self._warn(f"{error}; the plan of least memory is followed")
             return make_plan(profile, memory_bytes=error.least_bytes)
+
+    def _take_refused(self) -> bool:
+        """Plan without modules that gave other bits; return whether there is another plan."""
+        if self._modules is None or self.plan is None or self.profile is None:
+            return False
+        refused = self._modules.refused
+        if self._withdrawn or not any(each.module in refused for each in self.profile.modules):
+            return False
+        self._followed.clear()  # of these modules some are computed again
+        self._plan(self.profile.without_modules(refused))
+        return True
 
     def _measure(self, entered: PassRecord) -> None:
         """Measure a planned pass, if it is one of those that are compared."""
@@ -469,7 +490,9 @@ class PlannedPolicy:
             return False
         self._tried_without_moves = True
         self._corrections = MOST_CORRECTIONS  # it is dear by intent
-        self._plan(self.profile.scaled(link=MOST_FACTOR, disk=MOST_FACTOR))
+        dear = self.profile.scaled(link=MOST_FACTOR, disk=MOST_FACTOR)
+        # Chosen as if moves were dear; what is published and compared is what they take.
+        self._follow_made(predicted_again(self._made(dear), self.profile), self.profile)
         return True
 
     def _follow_best(self, memory_bytes: int) -> bool:
@@ -543,8 +566,11 @@ class PlannedPolicy:
                 found.append(required_note(movable, profile.step_s, rate))
         if self.plan.modules:
             found.append(f"Checkpointed: {', '.join(self.plan.modules)}.")
-        if self._recorded.not_checkpointed:
-            why = "; ".join(f"{n}: {w}" for n, w in self._recorded.not_checkpointed.items())
+        not_checkpointed = dict(self._recorded.not_checkpointed)
+        if self._modules is not None:
+            not_checkpointed |= self._modules.refused
+        if not_checkpointed:
+            why = "; ".join(f"{n}: {w}" for n, w in not_checkpointed.items())
             found.append(f"Modules that are not computed again: {why}")
         if self._compared is not None:
             found.append(self._compared.reason)

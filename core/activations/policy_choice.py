@@ -52,6 +52,11 @@ def policy_of(
     if memory is not None or slowdown is not None:
         return _planned(policy, codecs, memory, slowdown, recompute, select, profile_every)
     if policy == "auto":
+        if not codecs.names and codecs.lossy is None:
+            raise ArgumentError(
+                "codecs: policy 'auto' decides which codec pays, and none is named; accepted with "
+                "none are policies raw and keep, and memory or slowdown"
+            )
         return AutoPolicy(codecs, profile_every, limits)
     return FixedPolicy(policy, codecs)
 

@@ -33,6 +33,9 @@ from .sites import Site
 PackingTimes = Callable[[str, int, float, int], tuple[float, float] | None]
 #: Saves that follow each other sooner are taken to be of one operation.
 SAME_OPERATION_S = 3e-5
+#: What a step must have moved of its bytes for its copies to tell the link's rates: a full host, or
+#: a disk that has had its bytes of the day, takes a few small tensors alone.
+LEAST_MOVED_SHARE = 0.1
 #: Modules that save fewer tensors are not worth computing again.
 LEAST_MODULE_SITES = 2
 
@@ -551,7 +554,10 @@ class StepRecorder:
 
     def _link(self, link: SwapLink | None) -> SwapLink | None:
         """Return the link as this step's copies have shown it."""
-        if link is None or not self._moved or not self._brought:
+        if link is None:
+            return None
+        least = max(1.0, LEAST_MOVED_SHARE * sum(self.saved_bytes.values()))
+        if any(sum(n for n, _, _ in copies) < least for copies in (self._moved, self._brought)):
             return link
         rates = []
         for copies in (self._moved, self._brought):

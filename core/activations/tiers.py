@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
@@ -146,6 +146,10 @@ def make_tiers(
         As `ActivationOffload` says.
     """
     names = TIERS[: 1 if disk is None else 2] if tiers is None else tiers
+    if not isinstance(names, Iterable):
+        raise ArgumentTypeError(
+            f"tiers: expected names of tiers ({', '.join(TIERS)}), got {names!r:.60}"
+        )
     names = (names,) if isinstance(names, str) else tuple(names)
     for name in names:
         if name not in TIERS:

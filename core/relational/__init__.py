@@ -26,8 +26,16 @@ materialization, linear operator reordering, GEMM and traversal templates.
 
 from .graph import PlanMemoryError, RelationalGraph
 from .kept_by_tensors import KeptByTensors
-from .layer_report import LayerReport, calls_of, count_call, forget_calls, or_own_code
-from .layers import HGT, OF_NODES, TYPED_MEAN, TYPED_SUM, WEIGHTED_SUM, rgat
+from .layer_report import (
+    LayerReport,
+    calls_of,
+    check_no_packed,
+    count_call,
+    forget_calls,
+    or_own_code,
+    overridden,
+)
+from .layers import HGT, OF_NODES, TYPED_MEAN, TYPED_SUM, WEIGHTED_SUM, blend, rgat
 from .operator import run_on_edges
 from .passes import Passes
 from .program import CompiledProgram, Program, program
@@ -58,7 +66,9 @@ __all__ = [
     "Program",
     "ProgramError",
     "RelationalGraph",
+    "blend",
     "calls_of",
+    "check_no_packed",
     "count_call",
     "dot",
     "exp",
@@ -66,6 +76,7 @@ __all__ = [
     "forget_calls",
     "leaky_relu",
     "or_own_code",
+    "overridden",
     "program",
     "rgat",
     "run_on_edges",

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterable, ValuesView
+from collections.abc import Callable, Collection, Iterable, Mapping, ValuesView
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..errors import ArgumentTypeError
 from .graph import PlanMemoryError
 from .program import PACKED
 
@@ -58,6 +59,40 @@ def _has_packed(values: Iterable[Any]) -> bool:
         or (isinstance(value, tuple | list | ValuesView) and _has_packed(value))
         for value in values
     )
+
+
+def check_no_packed(arguments: Mapping[str, Any], reason: str = "") -> None:
+    """Raise an error for packed tables and caches among arguments that must be tensors.
+
+    Parameters
+    ----------
+    arguments : mapping of str to object
+        The arguments by name; tuples, lists and dicts are looked into.
+    reason : str
+        Why the call runs the framework's own code, if that is what takes tensors alone.
+    """
+    why = f", and this call runs the framework's own code ({reason})" if reason else ""
+    for name, value in arguments.items():
+        if isinstance(value, PACKED):
+            raise ArgumentTypeError(f"{name} is {type(value).__name__}{why}; accepted are tensors")
+        if isinstance(value, Mapping):
+            check_no_packed({f"{name}[{key!r}]": each for key, each in value.items()}, reason)
+        elif isinstance(value, tuple | list):
+            check_no_packed({f"{name}[{i}]": each for i, each in enumerate(value)}, reason)
+
+
+def overridden(kind: type, hooks: Collection[str]) -> str:
+    """Return which of the framework's hooks a class derived from a compiled one defines, or ''.
+
+    A compiled forward pass calls none of them.
+    """
+    for each in kind.__mro__:
+        if each.__module__.startswith("bitslab."):
+            return ""
+        for name in hooks:
+            if name in vars(each):
+                return f"{each.__name__} defines {name}"
+    return ""
 
 
 def _own_forward(kind: type) -> Callable[..., Any]:

@@ -57,6 +57,17 @@ OF_NODES = _of_nodes.compile()
 #: values ``[R, H, D, D]``, and prior ``[R, H, 1]``; rows ``[H, D]`` of destinations.
 HGT = _hgt.compile()
 
+
+def blend(start: torch.Tensor, end: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Return start + share * (end - start), also of several dtypes, which torch.lerp refuses.
+
+    Inside torch.autocast they are: products come out in its dtype, parameters are what they were.
+    """
+    if start.dtype is end.dtype is share.dtype:
+        return torch.lerp(start, end, share)
+    return share * end + (1 - share) * start
+
+
 Outputs = Value | tuple[Value, Value]
 _rgat: dict[tuple[int, float, bool, bool, bool], CompiledProgram] = {}
 

@@ -13,7 +13,7 @@ import torch
 
 from ..errors import ArgumentTypeError
 from .graph import PlanMemoryError, RelationalGraph, forget_graph, graph_of
-from .program import PROGRAMS, CompiledProgram, Packed
+from .program import PROGRAMS, CompiledProgram, Packed, autocast_dtype, cast_tensors
 from .steps import Shape, broadcast
 from .trace import Value, in_order
 
@@ -63,9 +63,9 @@ def _traced(
                 f"input {name!r} is {type(x).__name__}; inside torch.compile accepted are tensors"
             )
     values = list(inputs)
-    device = edge_index.device.type
-    if torch.is_autocast_enabled(device):
-        values = [x.to(torch.get_autocast_dtype(device)) for x in values]
+    dtype = autocast_dtype(edge_index.device.type, values)
+    if dtype is not None:
+        values = cast_tensors(values, dtype)
     found: list[torch.Tensor] = torch.ops.bitslab.relational(
         values, edge_index, edge_type, *num_nodes, num_relations, program.number
     )

@@ -87,14 +87,17 @@ class Lowering:
         return self.steps.make("from_order", (edges,), "edge", edges.shape)
 
     def _check_packed(self) -> None:
-        """Raise an error where something else than a product reads packed rows."""
+        """Raise an error where something else than a product reads packed rows, or as a weight."""
         for step in in_order(self.outputs):
-            for read in step.args:
+            for place, read in enumerate(step.args):
                 source = read.args[0] if read.op == "gather" else read
                 accepted = ("typed_linear",) if read.op == "gather" else ("linear", "gather")
-                if source.op == "packed" and step.op not in (*accepted, "typed_linear"):
+                if source.op != "packed":
+                    continue
+                if place > 0 or step.op not in (*accepted, "typed_linear"):
+                    what = f"the weight of {step.op}" if place > 0 else f"read by {step.op}"
                     raise ArgumentError(
-                        f"input {source.attrs[0]!r} is packed and read by {step.op}; accepted are "
+                        f"input {source.attrs[0]!r} is packed and {what}; accepted are rows of "
                         "typed_linear and @, or decode it first"
                     )
 

@@ -140,10 +140,11 @@ class CompiledProgram:
         graph : RelationalGraph
             The graph, on the device of the inputs.
         *inputs : torch.Tensor or CompressedTable or CompressedFeature or SlabCache
-            Of one floating dtype, in the order of the program's parameters. Rows of a packed input
-            are decoded as they are multiplied; it takes no gradient. On a GPU kernels rebuild them
-            in shared memory, out of host memory or the slabs of a cache; rows that these do not
-            take are decoded in blocks.
+            Of one floating dtype, in the order of the program's parameters; inside torch.autocast
+            of any, and cast to its dtype unless one is float64, which autocast leaves. Rows of a
+            packed input are decoded as they are multiplied; it takes no gradient. On a GPU kernels
+            rebuild them in shared memory, out of host memory or the slabs of a cache; rows that
+            these do not take are decoded in blocks.
 
         Returns
         -------
@@ -165,7 +166,7 @@ class CompiledProgram:
         values: Sequence[Any] = inputs
         device = graph.device.type
         if torch.is_autocast_enabled(device):
-            values = [v.to(plan.dtype) if isinstance(v, torch.Tensor) else v for v in inputs]
+            values = cast_tensors(inputs, plan.dtype)
             with torch.autocast(device, enabled=False):
                 outputs = _run(plan, values)
         else:
@@ -179,7 +180,7 @@ class CompiledProgram:
         # Whatever a check or a plan depends on: inputs are looked at once for each of these.
         key = (
             self,
-            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
+            autocast_dtype(device, inputs) if torch.is_autocast_enabled(device) else None,
             device == "cuda" and torch.backends.cuda.matmul.allow_tf32,
             tuple([
                 (x.shape, x.dtype, x.device, graded and x.requires_grad)
@@ -198,7 +199,7 @@ class CompiledProgram:
         autocast: torch.dtype | None,
         tf32: bool,
     ) -> Plan:
-        self._check(graph, inputs)
+        self._check(graph, inputs, mixed=autocast is not None)
         names = self.program.names
         plain = {n: x for n, x in zip(names, inputs, strict=True) if isinstance(x, torch.Tensor)}
         infos = {
@@ -231,7 +232,8 @@ class CompiledProgram:
             n_outputs=len(outputs),
         )
 
-    def _check(self, graph: RelationalGraph, inputs: Sequence[Any]) -> None:
+    def _check(self, graph: RelationalGraph, inputs: Sequence[Any], mixed: bool) -> None:
+        """Raise an error for inputs that do not fit; `mixed`: they are cast to one dtype later."""
         names = self.program.names
         if len(inputs) != len(names):
             raise ArgumentError(
@@ -248,7 +250,8 @@ class CompiledProgram:
                     f"input {name!r} is on {x.device}, the graph on {graph.device}; accepted is "
                     "one device for both"
                 )
-            if not x.dtype.is_floating_point or (first is not None and x.dtype != first[1]):
+            other_dtype = first is not None and x.dtype != first[1] and not mixed
+            if not x.dtype.is_floating_point or other_dtype:
                 other = f", {first[0]!r} is {first[1]}" if first else ""
                 raise ArgumentTypeError(
                     f"input {name!r} is {x.dtype}{other}; accepted is one floating dtype for all"
@@ -276,6 +279,25 @@ class CompiledProgram:
             if schedule is not None:
                 lines += [title, *_listing(schedule, plan, names), ""]
         return "\n".join(lines)
+
+
+def autocast_dtype(device: str, inputs: Sequence[Any]) -> torch.dtype | None:
+    """Return the dtype that torch.autocast gives to inputs; None without it and for float64.
+
+    As in torch's operators: float64 is not cast, and must be the dtype of all inputs then.
+    """
+    if not torch.is_autocast_enabled(device):
+        return None
+    if any([getattr(x, "dtype", None) is torch.float64 for x in inputs]):
+        return None
+    return torch.get_autocast_dtype(device)
+
+
+def cast_tensors(inputs: Sequence[Any], dtype: torch.dtype) -> list[Any]:
+    """Return inputs with tensors of floats in a dtype; packed rows are cast as they are decoded."""
+    return [
+        x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in inputs
+    ]
 
 
 def _listing(schedule: Schedule, plan: Plan, names: dict[int, str]) -> list[str]:

@@ -20,10 +20,13 @@ from bitslab.relational import (
     WEIGHTED_SUM,
     KeptByTensors,
     LayerReport,
+    blend,
     calls_of,
+    check_no_packed,
     count_call,
     forget_calls,
     or_own_code,
+    overridden,
     run_on_edges,
 )
 
@@ -57,13 +60,32 @@ def _edges(g: Any) -> torch.Tensor:
     return _edge_indices.find(ends, None, lambda: torch.stack(ends))
 
 
+def _to_itself(types: torch.Tensor) -> torch.Tensor:
+    """Return the edges of rows to themselves ``[2, N]``."""
+    index = torch.arange(len(types), device=types.device)
+    return torch.stack([index, index])
+
+
 def _by_type(x: torch.Tensor, types: torch.Tensor, weight: torch.Tensor, n: int) -> torch.Tensor:
     """Return each row of x times the weight of its type: each row is an edge to itself."""
-    index = _rows.find((types,), None, lambda: torch.arange(len(types), device=types.device))
-    edges = _rows.find((types,), "pairs", lambda: torch.stack([index, index]))
+    if torch.compiler.is_compiling():
+        edges = _to_itself(types)
+    else:
+        edges = _rows.find((types,), None, lambda: _to_itself(types))
     sizes = (len(types), len(types))
     found: torch.Tensor = run_on_edges(TYPED_SUM, edges, types, sizes, n, x, weight)
     return found
+
+
+class _Compiled:
+    """What the compiled layers share."""
+
+    #: Which hook a derived class defines, so that DGL's code runs, or ''.
+    overridden_hook = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.overridden_hook = overridden(cls, ("message",))
 
 
 def _blocks(layer: Any) -> torch.Tensor:
@@ -72,7 +94,7 @@ def _blocks(layer: Any) -> torch.Tensor:
     return torch.reshape(layer.W, shape)
 
 
-class TypedLinear(dnn.TypedLinear):  # type: ignore[misc]
+class TypedLinear(_Compiled, dnn.TypedLinear):  # type: ignore[misc]
     """DGL's TypedLinear, compiled; arguments, parameters and results are DGL's.
 
     Rows of floats run compiled, with any regularizer; no weight is copied by row.
@@ -84,6 +106,8 @@ class TypedLinear(dnn.TypedLinear):  # type: ignore[misc]
         reason = _rows_reason(x)
         if not reason and (not isinstance(x_type, torch.Tensor) or x_type.dtype is torch.bool):
             reason = "types that are not a tensor of integers"
+        if reason:
+            check_no_packed({"x": x}, reason)
         count_call(self, reason)
         if reason:
             return super().forward(x, x_type, sorted_by_type)
@@ -93,7 +117,7 @@ class TypedLinear(dnn.TypedLinear):  # type: ignore[misc]
         return _by_type(x, x_type, self.get_weight(), self.num_types)
 
 
-class RelGraphConv(dnn.RelGraphConv):  # type: ignore[misc]
+class RelGraphConv(_Compiled, dnn.RelGraphConv):  # type: ignore[misc]
     """DGL's RelGraphConv, compiled; arguments, parameters and results are DGL's.
 
     Graphs and blocks of one edge type with features of floats run compiled, with any regularizer,
@@ -105,11 +129,13 @@ class RelGraphConv(dnn.RelGraphConv):  # type: ignore[misc]
         self, g: Any, feat: Any, etypes: Any, norm: Any = None, *, presorted: bool = False
     ) -> Any:
         """Run the layer; arguments and result are DGL's."""
-        reason = _graph_reason(g, etypes) or _rows_reason(feat)
+        reason = self.overridden_hook or _graph_reason(g, etypes) or _rows_reason(feat)
         if not reason and norm is None and "norm" in g.edata:
             reason = "a norm that the graph has"
         if not reason and norm is not None and norm.numel() != g.num_edges():
             reason = f"a norm of shape {list(norm.shape)}"
+        if reason:
+            check_no_packed({"feat": feat}, reason)
         count_call(self, reason)
         if reason:
             return super().forward(g, feat, etypes, norm, presorted=presorted)
@@ -131,11 +157,15 @@ class RelGraphConv(dnn.RelGraphConv):  # type: ignore[misc]
         if self.bias:
             h = h + self.h_bias
         if self.self_loop:
-            h = torch.addmm(h, feat[: g.num_dst_nodes()], self.loop_weight)
+            rows = feat[: g.num_dst_nodes()]
+            if torch.is_autocast_enabled(h.device.type):  # which would round h for addmm
+                h = h + rows @ self.loop_weight
+            else:
+                h = torch.addmm(h, rows, self.loop_weight)
         return self.dropout(self.activation(h) if self.activation else h)
 
 
-class HGTConv(dnn.HGTConv):  # type: ignore[misc]
+class HGTConv(_Compiled, dnn.HGTConv):  # type: ignore[misc]
     """DGL's HGTConv, compiled; arguments, parameters and results are DGL's.
 
     Graphs and blocks of one edge type run compiled, for any number of heads; ``presorted`` changes
@@ -145,7 +175,9 @@ class HGTConv(dnn.HGTConv):  # type: ignore[misc]
     @or_own_code
     def forward(self, g: Any, x: Any, ntype: Any, etype: Any, *, presorted: bool = False) -> Any:
         """Run the layer; arguments and result are DGL's."""
-        reason = _graph_reason(g, ntype, etype) or _rows_reason(x)
+        reason = self.overridden_hook or _graph_reason(g, ntype, etype) or _rows_reason(x)
+        if reason:
+            check_no_packed({"x": x}, reason)
         count_call(self, reason)
         if reason:
             return super().forward(g, x, ntype, etype, presorted=presorted)
@@ -162,7 +194,7 @@ class HGTConv(dnn.HGTConv):  # type: ignore[misc]
         h = run_on_edges(HGT, *edges, k, q, v, keys, values, prior).flatten(1)
         h = self.drop(_projected(self.linear_a, h, dst_type))
         residual = x_dst if x_dst.shape == h.shape else x_dst @ self.residual_w
-        h = torch.lerp(residual, h, self.skip[dst_type].sigmoid()[:, None])
+        h = blend(residual, h, self.skip[dst_type].sigmoid()[:, None])
         return self.norm(h) if self.use_norm else h
 
 

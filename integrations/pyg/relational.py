@@ -7,6 +7,7 @@ options that never are covered, `relational_calls` counts calls by reason.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from typing import Any
@@ -16,7 +17,7 @@ import torch_geometric.nn as gnn
 from torch import nn
 
 from bitslab import CompressedFeature, CompressedTable, SlabCache
-from bitslab.errors import ArgumentTypeError
+from bitslab.errors import ArgumentTypeError, IndexRangeError
 from bitslab.relational import (
     HGT,
     OF_NODES,
@@ -24,10 +25,13 @@ from bitslab.relational import (
     TYPED_SUM,
     KeptByTensors,
     LayerReport,
+    blend,
     calls_of,
+    check_no_packed,
     count_call,
     forget_calls,
     or_own_code,
+    overridden,
     rgat,
     run_on_edges,
 )
@@ -36,10 +40,18 @@ from bitslab.tensors import FeatureTensor
 _HOOKED = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
 #: Where PyG's layers keep the hooks of their parts.
 _HOOKS = tuple(f"_{name}_forward_{kind}hooks" for name in _HOOKED for kind in ("", "pre_"))
+#: Methods that PyG's forward passes call, and ours do not; `propagate` is last, as `_Constructed`
+#: gives one to classes that define another of them.
+_CALLED = (
+    *("message", "aggregate", "message_and_aggregate", "update", "edge_update", "edge_updater"),
+    *("explain_message", "_cat", "_construct_src_node_feat", "propagate"),
+)
 
 
 def _conv_reason(conv: Any) -> str:
-    """Return why a layer's options are not covered, or ''."""
+    """Return why a layer's class or options are not covered, or ''."""
+    if getattr(conv, "overridden_hook", ""):
+        return str(conv.overridden_hook)
     if conv.flow != "source_to_target":
         return f"flow={conv.flow!r}"
     if conv.decomposed_layers > 1:
@@ -61,12 +73,12 @@ def _call_reason(conv: Any, *indices: Any) -> str:
     return ""
 
 
-def _features(x: Any, width: int) -> Any:
-    """Return features that a program takes, or None."""
+def _features(x: Any, width: int | None) -> Any:
+    """Return features that a program takes, or None; `width` None: only their rows are counted."""
     if isinstance(x, FeatureTensor):
         x = x.feature
     if isinstance(x, CompressedFeature | CompressedTable | SlabCache):
-        rows = x.ndim == 2 and x.dtype.is_floating_point and x.shape[1] == width
+        rows = x.ndim == 2 and x.dtype.is_floating_point and width in (None, x.shape[1])
         return x if rows and not torch.compiler.is_compiling() else None
     if not isinstance(x, torch.Tensor) or x.ndim != 2 or not x.is_floating_point():
         return None
@@ -74,17 +86,45 @@ def _features(x: Any, width: int) -> Any:
 
 
 class _Constructed:
-    """Makes a layer as PyG's class: PyG generates code from the source of the class it meets."""
+    """Makes a layer as PyG's class: PyG generates code from the source of the class it meets.
+
+    A derived class that defines hooks of PyG's is made as itself, with PyG's `propagate` that is
+    not generated: the generated one passes what the hooks of PyG's own class take.
+    """
+
+    #: Which hook a derived class defines, so that PyG's code runs, or ''.
+    overridden_hook = ""
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        cls.overridden_hook = overridden(cls, _CALLED)
+        if cls.overridden_hook and "propagate" not in vars(cls):
+            owner: Any = next(each for each in cls.__mro__ if "propagate" in vars(each))
+            found = gnn.MessagePassing if owner in _COMPILED else owner
+            cls.propagate = _not_generated(found.propagate)  # type: ignore[attr-defined]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         kind = type(self)
         plain = next(_PLAIN[base] for base in kind.__mro__ if base in _PLAIN)
+        if kind.overridden_hook:
+            plain.__init__(self, *args, **kwargs)  # type: ignore[misc]
+            return
         self.__class__ = plain
         try:
             plain.__init__(self, *args, **kwargs)  # type: ignore[misc]
         finally:
             self.__class__ = kind
         _prepare(self)
+
+
+def _not_generated(propagate: Any) -> Any:
+    """Return PyG's `propagate` as another object, which PyG takes for the user's and leaves."""
+
+    @functools.wraps(propagate)
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return propagate(self, *args, **kwargs)
+
+    return run
 
 
 class _RelationalConv(_Constructed):
@@ -113,11 +153,13 @@ class _RelationalConv(_Constructed):
         reason = self.relational_reason() or _call_reason(self, edge_index, edge_type)
         pair = x if isinstance(x, tuple) else (x, x)
         source = _features(pair[0], self.in_channels_l)
-        target = _features(pair[1], 0 if self.root is None else self.root.shape[0])
+        target = _features(pair[1], None if self.root is None else self.root.shape[0])
         if not reason and (source is None or target is None):
             reason = "features that are not rows of floats"
         if not reason and self.num_blocks is not None and not isinstance(source, torch.Tensor):
             reason = "num_blocks over packed rows"
+        if reason:
+            check_no_packed({"x": x}, reason)
         count_call(self, reason)  # type: ignore[arg-type]
         if reason:
             return super().forward(x, edge_index, edge_type)  # type: ignore[misc]
@@ -126,7 +168,8 @@ class _RelationalConv(_Constructed):
             mixed = self.comp @ weight.flatten(1)
             weight = mixed.view(self.num_relations, self.in_channels_l, self.out_channels)
         if self.num_blocks is not None:
-            source = source.view(len(source), self.num_blocks, -1)
+            width = source.shape[1] // self.num_blocks
+            source = source.view(len(source), self.num_blocks, width)
         sizes = (source.shape[0], target.shape[0])
         edges = (edge_index, edge_type, sizes, self.num_relations)
         program = TYPED_MEAN if self.aggr == "mean" else TYPED_SUM
@@ -198,6 +241,10 @@ class RGATConv(_Constructed, gnn.RGATConv):  # type: ignore[misc]
         program = rgat(self.heads, self.negative_slope, edge_attr is not None, masked, returned)
         if program is None:
             reason = reason or "torch.compile before the first call"
+        if edge_attr is not None:
+            check_no_packed({"edge_attr": edge_attr})
+        if reason:
+            check_no_packed({"x": x}, reason)
         count_call(self, reason)
         if reason or program is None:
             arguments = (x, edge_index, edge_type, edge_attr, size, return_attention_weights)
@@ -258,11 +305,17 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
         reason = self.relational_reason() or _call_reason(self, *edge_index_dict.values())
         if not reason and not edge_index_dict:
             reason = "no edge types"
+        if reason:
+            check_no_packed({"x_dict": x_dict}, reason)
         count_call(self, reason)
         if reason:
             return super().forward(x_dict, edge_index_dict)
         heads, dim = self.heads, self.out_channels // self.heads
-        projected = self.kqv_lin(x_dict)
+        try:
+            projected = self.kqv_lin(x_dict)
+        except (AttributeError, TypeError):
+            check_no_packed({"x_dict": x_dict})
+            raise
         counts = {name: len(rows) for name, rows in projected.items()}
         rows = list(projected.values())
         parts = (rows[0] if len(rows) == 1 else torch.cat(rows)).view(-1, 3, heads, dim)
@@ -275,11 +328,21 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
         )
         # In the order of edge types. Each by its name would cost as much as the layer.
         priors = self.p_rel.named_parameters(recurse=False, remove_duplicate=False)
-        prior = torch.cat([each for _, each in priors]) / math.sqrt(dim)
+        # As in PyG, edge types that are not in the call get no gradient: a gradient of 0 would let
+        # optimizers decay them.
+        chosen = [
+            each if kind in edge_index_dict else each.detach()
+            for kind, (_, each) in zip(self.edge_types, priors, strict=True)
+        ]
+        prior = torch.cat(chosen) / math.sqrt(dim)
         total = sum(counts.values())
         inputs = (k, q, v, keys, values, prior[:, :, None])
         edges = (edge_index, edge_type, (total, total), relations)
-        out = run_on_edges(HGT, *edges, *inputs).flatten(1)
+        try:
+            out = run_on_edges(HGT, *edges, *inputs).flatten(1)
+        except IndexRangeError:
+            _check_ranges(edge_index_dict, counts)
+            raise
         by_type = dict(zip(counts, out.split(list(counts.values())), strict=True))
         names = [t for t in by_type if t in self.dst_node_types]
         found = self.out_lin({name: nn.functional.gelu(by_type[name]) for name in names})
@@ -287,7 +350,7 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
             x = x_dict[name]
             if found[name].shape[-1] == x.shape[-1]:
                 share = self.skip[name].sigmoid()
-                found[name] = torch.lerp(x, found[name], share)
+                found[name] = blend(x, found[name], share)
         return {name: found[name] for name in names}
 
     def _edges(
@@ -302,8 +365,14 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
             edges, kinds = [], []
             for edge_type, index in edge_index_dict.items():
                 _check_ends(edge_type, counts)
-                ends = [first[edge_type[0]], first[edge_type[-1]]]
-                edges.append(index + torch.tensor(ends, device=index.device)[:, None])
+                ends = (edge_type[0], edge_type[-1])
+                shift, n = torch.tensor(
+                    [[first[e] for e in ends], [counts[e] for e in ends]], device=index.device
+                )[:, :, None]
+                # Moved as it is, a node that its type does not have would be one of the next type.
+                # -1 is of none: the graph reports it, without a wait of its own for a GPU.
+                inside = (index >= 0) & (index < n)
+                edges.append(torch.where(inside, index + shift, -1))
                 kinds.append(torch.full_like(index[0], self.edge_types_map[edge_type]))
             return torch.cat(edges, 1), torch.cat(kinds)
 
@@ -321,6 +390,20 @@ def _check_ends(edge_type: Any, counts: dict[str, int]) -> None:
                 f"edge_index_dict has {edge_type}, and x_dict no features of {name!r}; accepted "
                 f"are edges between {sorted(counts)}"
             )
+
+
+def _check_ranges(edge_index_dict: Any, counts: dict[str, int]) -> None:
+    """Raise an error for the first node that its type does not have."""
+    for edge_type, index in edge_index_dict.items():
+        for row, name in enumerate((edge_type[0], edge_type[-1])):
+            if not index.shape[1]:
+                continue
+            low, high = (end.item() for end in torch.aminmax(index[row]))
+            if low < 0 or high >= counts[name]:
+                raise IndexRangeError(
+                    f"edge_index_dict[{edge_type}][{row}] has {low if low < 0 else high}; accepted "
+                    f"are 0 to {counts[name] - 1}, as x_dict[{name!r}] has {counts[name]} rows"
+                )
 
 
 def _prepare(layer: Any) -> None:

@@ -177,3 +177,30 @@ def test_a_plan_writes_what_its_budget_allows(
     movable_mb = sum(site.nbytes for site in profile.sites if site.movable) / 1e6
     assert f"To take all {movable_mb:,.1f} MB of a step's tensors" in notes
     offload.close()
+
+
+def test_what_may_not_remain_on_the_host_is_planned_to_the_disk(tmp_path: Path) -> None:
+    model = blocks()
+    options = {"min_bytes": 1024, "memory": 1_400_000, "disk": tmp_path, "recompute": False}
+    offload = bitslab.offload_activations(model, tiers="disk", **options)
+    list(steps(model))
+    plan, profile = offload.plan, offload.step_profile
+    assert plan is not None and profile is not None and not profile.has_host_tier
+    actions = {each.candidate.action for each in plan.sites}
+    assert "disk" in actions and "host" not in actions
+    assert plan.prediction.written_bytes > 0
+    assert f"of them {plan.prediction.written_bytes / 1e6:,.1f} to the disk" in "".join(
+        offload.report().notes
+    )
+    offload.close()
+
+
+def test_the_host_is_planned_as_far_as_a_disk_leaves_it_to_tensors(tmp_path: Path) -> None:
+    model = blocks()
+    offload = bitslab.offload_activations(
+        model, min_bytes=1024, slowdown=0.1, disk=tmp_path, host_bytes=600_000
+    )
+    list(steps(model, 4))
+    assert offload.step_profile is not None
+    assert offload.step_profile.host_bytes == 300_000  # the other half is for those on their way
+    offload.close()

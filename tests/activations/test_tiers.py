@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+import bitslab
+from bitslab import ArgumentError, ArgumentTypeError
 from bitslab.activations.disk import DiskRates, DiskTier
 from bitslab.activations.tiers import HostLimit, Tiers
 
@@ -69,3 +71,23 @@ def test_a_disk_that_takes_nothing(
 ) -> None:
     with DiskTier(tmp_path, rates=RATES, write_budget=1e-9) as disk:
         assert Tiers(disk=disk, **options).place(8 * KIB, wanted, **where) == place
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"tiers": 5}, ArgumentTypeError, "tiers: expected names of tiers .host, disk., got 5"),
+        ({"tiers": [5]}, ArgumentError, "tiers: 5, accepted are host, disk"),
+        ({"disk": ""}, ArgumentError, "disk: '' names no folder"),
+        ({"disk": ["/tmp", ""]}, ArgumentError, "disk: '' names no folder"),
+        ({"codecs": []}, ArgumentError, "codecs: policy 'auto' .* none is named; accepted with"),
+    ],
+)
+def test_arguments_that_are_refused(options: dict[str, Any], error: Any, said: str) -> None:
+    with pytest.raises(error, match=said):
+        bitslab.ActivationOffload(**options)
+
+
+@pytest.mark.parametrize("options", [{"policy": "raw"}, {"slowdown": 0.1}, {"lossy": "zfp"}])
+def test_ways_that_need_no_lossless_codec(options: dict[str, Any]) -> None:
+    bitslab.ActivationOffload(codecs=[], **options)

@@ -257,6 +257,60 @@ def test_what_is_kept_by_tensors_is_found_by_objects_and_by_memory():
     assert refs() is None  # the last two remain
 
 
+def test_the_graphs_of_more_than_eight_batches_are_found_again():
+    batches = [(torch.randint(12, (2, 60)), torch.randint(4, (60,))) for _ in range(40)]
+    first = [graph.graph_of(*batch, (12, 12), 4) for batch in batches]
+    again = [graph.graph_of(*batch, (12, 12), 4) for batch in batches]
+    assert list(map(id, again)) == list(map(id, first))
+
+
+@pytest.mark.parametrize("limit", [64, 12])
+def test_many_results_of_small_tensors_are_kept_and_few_of_large_ones(limit):
+    made: list[int] = []
+
+    def make() -> int:
+        made.append(1)
+        return len(made)
+
+    def find(kept, tensors):
+        for t in tensors:
+            kept.find([t], None, make)
+
+    small = [torch.arange(3) for _ in range(limit)]
+    kept = rel.KeptByTensors(limit, max_bytes=24 * limit)
+    find(kept, 2 * small)
+    assert len(made) == limit, "what was kept was made again"
+    find(kept, [torch.arange(3)])  # one too many: the first goes, with its tensors
+    refs = [weakref.ref(t) for t in small]
+    del small
+    gc.collect()
+    assert [r() is None for r in refs] == [True] + [False] * (limit - 1)
+    large = [torch.arange(9 * limit) for _ in range(10)]
+    find(kept, large)
+    made.clear()
+    find(kept, large[2:])
+    assert not made, "the last eight are kept, whatever their bytes"
+    find(kept, large[:1])
+    assert made
+    assert all(r() is None for r in refs)
+
+
+def test_inputs_of_several_dtypes_are_cast_by_autocast_alone():
+    made = random_graph(0, 12, 12, 60, 4)
+    inputs = list(inputs_of("rgcn", made, torch.float32).values())
+    mixed = [inputs[0].bfloat16(), *inputs[1:]]
+    compiled = rgcn.compile()
+    with torch.autocast("cpu", torch.bfloat16):
+        out, expected = compiled(made, *mixed), compiled(made, *inputs)
+        assert out.dtype is torch.bfloat16 and torch.equal(out, expected)
+        with pytest.raises(ArgumentTypeError, match="'x' is torch.int32"):
+            compiled(made, inputs[0].int(), *inputs[1:])
+        with pytest.raises(ArgumentTypeError, match="accepted is one floating dtype"):
+            compiled(made, inputs[0].double(), *inputs[1:])
+    with pytest.raises(ArgumentTypeError, match="accepted is one floating dtype"):
+        compiled(made, *mixed)
+
+
 def test_other_errors_in_a_plan_are_as_they_are(monkeypatch):
     def fail(*args):
         raise RuntimeError("something else")
@@ -286,3 +340,6 @@ def test_packed_input_is_read_by_products_only():
     )
     with pytest.raises(ArgumentError, match="'x' is packed"):
         arithmetic.compile()(graph, table, torch.ones(12, 4), torch.ones(60, 1), torch.ones(4))
+    weights = bitslab.CompressedTable.from_tensor(torch.ones(4, 4, 6))
+    with pytest.raises(ArgumentError, match="'weight' is packed and the weight of typed_linear"):
+        rgcn.compile()(graph, *(inputs | {"x": torch.ones(12, 4), "weight": weights}).values())

@@ -19,7 +19,12 @@ def checked_folders(folders: Folders) -> tuple[str, ...]:
         raise ArgumentTypeError(f"disk: expected a folder or several, got {folders!r}")
     if not some:
         raise ArgumentError("disk: expected one folder or more, got none")
-    return tuple(os.fspath(folder) for folder in some)
+    paths = tuple(os.fspath(folder) for folder in some)
+    if "" in paths:
+        raise ArgumentError(
+            "disk: '' names no folder, expected the path of one; '.' is the current one"
+        )
+    return paths
 
 
 def warn_of_kind(folders: tuple[str, ...]) -> None:

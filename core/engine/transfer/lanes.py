@@ -466,6 +466,10 @@ class _Workers:
         # No work may be queued behind the end; entered again by a collection that closes.
         self._lock = threading.RLock()
         self._threads: list[threading.Thread] = []
+        # An interrupt may come between a thread's start and its entry above. So threads take the
+        # places themselves, and one that finds none ends: never do more of them work than `most`.
+        self._places = list(range(most))
+        self._serving: list[threading.Thread] = []
         self.closed = closed
 
     def submit(self, work: Callable[..., T], args: tuple[Any, ...]) -> ThreadTask[T]:
@@ -475,9 +479,8 @@ class _Workers:
                 _cancel(task)
                 return task
             if len(self._threads) < self._most:
-                thread = threading.Thread(
-                    target=_serve, args=(self._items,), name=self._name, daemon=True
-                )
+                given = self._items, self._places, self._serving
+                thread = threading.Thread(target=_serve, args=given, name=self._name, daemon=True)
                 thread.start()
                 self._threads.append(thread)
             self._items.put((task, work, args))
@@ -497,10 +500,10 @@ class _Workers:
                     break
                 if item is not None:
                     _cancel(item[0])
-            for _ in self._threads:
+            for _ in range(self._most):
                 self._items.put(None)
         end = None if seconds is None else time.monotonic() + seconds
-        for thread in self._threads:
+        for thread in {*self._threads, *self._serving}:
             # The garbage collector may run this in one of them.
             if thread is not threading.current_thread():
                 thread.join(None if end is None else max(0.0, end - time.monotonic()))
@@ -511,7 +514,14 @@ def _cancel(task: Future[Any]) -> None:
     task.set_running_or_notify_cancel()  # wakes those that wait for it
 
 
-def _serve(items: queue.SimpleQueue[_Item]) -> None:
+def _serve(
+    items: queue.SimpleQueue[_Item], places: list[int], serving: list[threading.Thread]
+) -> None:
+    try:
+        places.pop()
+    except IndexError:  # all are taken
+        return
+    serving.append(threading.current_thread())
     while (item := items.get()) is not None:
         _do(*item)
         item = None  # an idle thread keeps nothing alive

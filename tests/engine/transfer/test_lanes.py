@@ -50,6 +50,44 @@ def test_a_thread_works_in_order_and_starts_with_the_first_work(lane):
     assert len(threads_of(lane)) == 1
 
 
+def test_an_interrupted_start_leaves_one_thread_that_works(lane, monkeypatch):
+    real = threading.Thread.start
+    interrupts = [True]
+
+    def start(thread):
+        real(thread)
+        if thread.name == lane.name and interrupts:
+            interrupts.pop()
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    with pytest.raises(KeyboardInterrupt):
+        lane.submit(int)
+    entered, held = threading.Event(), threading.Event()
+    first = lane.submit(held_up, entered, held)
+    assert entered.wait(20)
+    second = lane.submit(int, "7")
+    time.sleep(0.05)
+    assert not second.done()  # nobody else takes it while the first is under way
+    held.set()
+    assert first.result() and second.result() == 7
+    assert len(threads_of(lane)) == 1
+    began = time.monotonic()
+    lane.close()
+    assert time.monotonic() - began < 10 and not threads_of(lane)
+
+
+def test_a_start_that_fails_is_tried_again(lane, monkeypatch):
+    def start(thread):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", start)
+        with pytest.raises(RuntimeError, match="can't start"):
+            lane.submit(int)
+    assert lane.submit(int, "7").result() == 7
+
+
 def test_errors_belong_to_their_task(lane):
     def fail():
         raise SystemExit(3)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import dgl
 import pytest
@@ -10,6 +11,8 @@ import torch
 from dgl import nn as dnn
 from torch import nn
 
+from bitslab import CompressedTable
+from bitslab.errors import ArgumentTypeError
 from bitslab.integrations import dgl as ours_of
 from bitslab.integrations.dgl import compile_relational, relational_calls, restore_relational
 from tests.helpers import options_id
@@ -36,9 +39,9 @@ def both(name, *args, **kwargs):
     return plain, ours
 
 
-def close(a, b):
+def close(a, b, within=1e-5):
     assert a.dtype == b.dtype and a.shape == b.shape
-    assert (a - b).abs().max() <= 1e-5 * max(1.0, b.abs().max().item())
+    assert (a - b).abs().max() <= within * max(1.0, b.abs().max().item())
 
 
 def compare(plain, ours, x, call, reason=""):
@@ -191,3 +194,99 @@ def test_without_memory_for_a_plan_dgls_code_runs(monkeypatch):
     assert relational_calls(ours) == {"": {"no memory for a plan": 1}}
     torch.testing.assert_close(ours(graph, x, types), plain(graph, x, types), rtol=1e-4, atol=1e-5)
     assert relational_calls(ours) == {"": {"no memory for a plan": 1, "": 1}}
+
+
+def gradients(layer, call, x):
+    leaf = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        out = call(layer, leaf)
+    layer.zero_grad()
+    (out.float() * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    return out, [leaf.grad, *(p.grad for p in layer.parameters())]
+
+
+AUTOCAST = [
+    ("RelGraphConv", (8, 12, TYPES), {}),
+    ("RelGraphConv", (8, 12, TYPES), {"regularizer": "basis", "num_bases": 3}),
+    ("RelGraphConv", (8, 12, TYPES), {"regularizer": "bdd", "num_bases": 2, "layer_norm": True}),
+    ("HGTConv", (8, 4, 2, NODE_TYPES, TYPES), {"dropout": 0.0}),
+    ("HGTConv", (8, 3, 2, NODE_TYPES, TYPES), {"dropout": 0.0, "use_norm": True}),
+    ("TypedLinear", (8, 12, TYPES), {}),
+    ("TypedLinear", (8, 12, TYPES), {"regularizer": "basis", "num_bases": 3}),
+]
+
+
+@pytest.mark.parametrize(("name", "args", "kwargs"), AUTOCAST, ids=str)
+def test_layers_inside_autocast(name, args, kwargs):
+    graph, types, kinds = drawn()
+    calls = {
+        "RelGraphConv": lambda layer, x: layer(graph, x, types),
+        "HGTConv": lambda layer, x: layer(graph, x, kinds, types),
+        "TypedLinear": lambda layer, x: layer(x, types[:NODES]),
+    }
+    plain, ours = both(name, *args, **kwargs)
+    x = torch.randn(NODES, 8) / 2
+    (expected, wanted), (out, found) = (gradients(layer, calls[name], x) for layer in (plain, ours))
+    # DGL multiplies by weights of float32 in float32, whatever autocast says.
+    assert out.dtype == expected.dtype or (name, kwargs) == ("TypedLinear", {})
+    close(out.float(), expected.float(), 0.03)
+    for a, b in zip(found, wanted, strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            close(a, b, 0.05)
+    assert set(relational_calls(ours)[""]) == {""}
+
+
+@pytest.mark.parametrize("regularizer", [None, "basis", "bdd"])
+def test_typed_linear_compiled_by_torch_without_a_break(regularizer, fresh_compiler):
+    types = torch.randint(TYPES, (NODES,))
+    bases = 2 if regularizer else None
+    plain, ours = both("TypedLinear", 8, 12, TYPES, regularizer, bases)
+    whole: Any = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    results = []
+    for layer in (plain, whole):
+        x = torch.linspace(-1, 1, NODES * 8).view(NODES, 8).requires_grad_()
+        out = layer(x, types)
+        results.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
+    for a, b in zip(*reversed(results), strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("name", ["RelGraphConv", "HGTConv", "TypedLinear"])
+def test_packed_rows_are_refused_by_name(name):
+    graph, types, kinds = drawn()
+    table = CompressedTable.from_tensor(torch.randn(NODES, 8).round())
+    argument, args, given = {
+        "RelGraphConv": ("feat", (8, 12, TYPES), (graph, table, types)),
+        "HGTConv": ("x", (8, 4, 2, NODE_TYPES, TYPES), (graph, table, kinds, types)),
+        "TypedLinear": ("x", (8, 12, TYPES), (table, kinds)),
+    }[name]
+    layer = getattr(ours_of, name)(*args)
+    match = f"^{argument} is CompressedTable, .*; accepted are tensors$"
+    with pytest.raises(ArgumentTypeError, match=match):
+        layer(*given)
+    assert not relational_calls(layer)
+
+
+def test_derived_classes_with_a_message_of_their_own_run_dgls_code():
+    graph, types, kinds = drawn()
+
+    def doubled(base: Any) -> Any:
+        class Doubled(base):  # type: ignore[misc]
+            def message(self, edges):
+                return {name: 2 * rows for name, rows in super().message(edges).items()}
+
+        return Doubled
+
+    x = torch.randn(NODES, 8)
+    for name, args, call in (
+        ("RelGraphConv", (8, 12, TYPES), lambda layer: layer(graph, x, types)),
+        ("HGTConv", (8, 4, 2, NODE_TYPES, TYPES), lambda layer: layer(graph, x, kinds, types)),
+    ):
+        found = []
+        for module in (dnn, ours_of):
+            torch.manual_seed(3)
+            layer = doubled(getattr(module, name))(*args).eval()
+            found.append(call(layer))
+        close(found[1], found[0])
+        assert relational_calls(layer)[""] == {"Doubled defines message": 1}

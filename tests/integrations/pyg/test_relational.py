@@ -36,7 +36,7 @@ NODES, EDGES, TYPES = 40, 300, 5
 
 def graph(src=NODES, dst=NODES, edges=EDGES, types=TYPES, seed=0):
     draw = torch.Generator().manual_seed(seed)
-    ends = [torch.randint(n, (edges,), generator=draw) for n in (src, dst)]
+    ends = [torch.randint(max(n, 1), (edges,), generator=draw) for n in (src, dst)]
     return torch.stack(ends), torch.randint(types, (edges,), generator=draw)
 
 
@@ -55,9 +55,10 @@ def both(name, *args, **kwargs):
     return plain, ours
 
 
-def close(a, b):
+def close(a, b, within=1e-5):
     assert a.dtype == b.dtype and a.shape == b.shape
-    assert (a - b).abs().max() <= 1e-5 * max(1.0, b.abs().max().item())
+    if b.numel():
+        assert (a - b).abs().max() <= within * max(1.0, b.abs().max().item())
 
 
 def tensors_of(out):
@@ -139,6 +140,15 @@ def test_rgat_with_features_of_edges(dropout):
     compare(plain, ours, {"x": torch.randn(NODES, 8)}, *graph(), edge_attr)
 
 
+@pytest.mark.parametrize("kwargs", [{}, {"num_blocks": 4}], ids=options_id)
+@pytest.mark.parametrize("name", ["RGCNConv", "FastRGCNConv"])
+@pytest.mark.parametrize("dst", [0, 5])
+def test_no_source_nodes(name, kwargs, dst):
+    plain, ours = both(name, 8, 12, TYPES, **kwargs)
+    features = {"x": torch.randn(0, 8)} | ({"y": torch.randn(dst, 8)} if dst else {})
+    compare(plain, ours, features, *graph(0, dst, edges=0))
+
+
 @pytest.mark.parametrize("edges", [0, 1])
 @pytest.mark.parametrize("name", ["RGCNConv", "RGATConv"])
 def test_few_edges(name, edges):
@@ -188,6 +198,148 @@ def test_hgt_with_lazy_sizes_and_missing_edge_types():
     assert list(results[0]) == list(results[1])
     for name, out in results[0].items():
         close(results[1][name], out)
+
+
+def test_hgt_leaves_edge_types_that_are_not_in_a_call_without_a_gradient():
+    x, edges = hetero()
+    plain, ours = both("HGTConv", {t: v.shape[1] for t, v in x.items()}, 8, METADATA)
+    none = torch.empty(2, 0, dtype=torch.int64)
+    edges = {EDGE_TYPES[0]: edges[EDGE_TYPES[0]], EDGE_TYPES[2]: none}
+    compare(plain, ours, x, edges)
+    name = "__".join(EDGE_TYPES[1])
+    assert ours.p_rel[name].grad is None and ours.p_rel["__".join(EDGE_TYPES[0])].grad is not None
+    before = ours.p_rel[name].detach().clone()
+    torch.optim.AdamW(ours.parameters(), lr=0.1, weight_decay=0.5).step()
+    assert torch.equal(ours.p_rel[name], before)
+
+
+@pytest.mark.parametrize("way", ["on a CPU", "as on a GPU", "torch.compile"])
+@pytest.mark.parametrize("row", [0, 1])
+@pytest.mark.parametrize("where", ["behind the last", "before the first"])
+def test_hgt_refuses_nodes_that_their_own_type_does_not_have(
+    where, row, way, fresh_compiler, monkeypatch
+):
+    x, edges = hetero()
+    kind = EDGE_TYPES[1]
+    name, before_first, compiled = kind[2 * row], where == "before the first", way[:5] == "torch"
+    if way == "as on a GPU":
+        monkeypatch.setattr("bitslab.relational.graph.read_at_once", lambda device: True)
+    # The layer's order of types: a node out of range would be one of another type.
+    x = dict(sorted(x.items(), key=lambda item: (item[0] == name) is before_first))
+    _, ours = both("HGTConv", {t: v.shape[1] for t, v in x.items()}, 8, METADATA)
+    wrong = -1 if before_first else len(x[name])
+    layer = torch.compile(ours, fullgraph=True, backend="aot_eager") if compiled else ours
+    layer(x, edges)
+    edges[kind][row, 3] = wrong
+    named = f"has {wrong}; accepted are 0 to {len(x[name]) - 1}, as x_dict"
+    match = "has -1; accepted are 0 to" if compiled else named
+    for _ in range(2):
+        with pytest.raises(IndexRangeError, match=match) as caught:
+            layer(x, edges)
+        assert compiled or f"edge_index_dict[{kind}][{row}]" in str(caught.value)
+    edges[kind][row, 3] = 0
+    layer(x, edges)
+
+
+def compare_in_autocast(plain, ours, features, *args, dtypes=True, **kwargs):
+    """Compare as `compare` does, inside torch.autocast, within the precision of bfloat16."""
+    results = []
+    for layer in (plain, ours):
+        leaves = {k: x.clone().requires_grad_() for k, x in features.items()}
+        torch.manual_seed(5)
+        with torch.autocast("cpu", torch.bfloat16):
+            x = leaves if len(leaves) > 2 else leaves["x"]
+            outs = tensors_of(layer(x, *args, **kwargs))
+        layer.zero_grad()
+        loss = sum((o.float() * torch.linspace(-1, 1, o.numel()).view_as(o)).sum() for o in outs)
+        loss.backward()
+        grads = [x.grad for x in leaves.values()] + [p.grad for p in layer.parameters()]
+        results.append((outs, grads))
+    for a, b in zip(results[1][0], results[0][0], strict=True):
+        assert a.dtype == b.dtype or not dtypes
+        close(a.float(), b.float(), 0.03)
+    for a, b in zip(results[1][1], results[0][1], strict=True):
+        assert (a is None) == (b is None)
+        if b is not None:
+            close(a, b, 0.05)
+
+
+class Two(nn.Module):
+    def __init__(self, make):
+        super().__init__()
+        self.one, self.two = make(8, 12), make(12, 6)
+
+    def forward(self, x, *args):
+        return self.two(self.one(x, *args).tanh(), *args)  # no kink: rounding would cross it
+
+
+AUTOCAST = [
+    ("RGCNConv", {}),
+    ("RGCNConv", {"num_bases": 3}),
+    ("RGCNConv", {"num_blocks": 2}),
+    ("RGCNConv", {"bias": False}),
+    ("RGCNConv", {"root_weight": False}),
+    ("FastRGCNConv", {"num_bases": 3, "bias": False}),
+    ("RGATConv", {}),
+    ("RGATConv", {"num_bases": 2}),
+    ("RGATConv", {"dropout": 0.4}),
+]
+
+
+@pytest.mark.parametrize(("name", "kwargs"), AUTOCAST, ids=str)
+def test_layers_inside_autocast(name, kwargs):
+    index, kind = graph()
+    models = []
+    for module in (gnn, pyg):
+        torch.manual_seed(3)
+        models.append(Two(lambda n, m, of=module: getattr(of, name)(n, m, TYPES, **kwargs)))
+    plain, ours = models
+    ours.load_state_dict(plain.state_dict())
+    # PyG's RGCNConv adds to zeros of float32, whatever the dtype of the rest.
+    dtypes = kwargs != {"bias": False}
+    x = {"x": torch.randn(NODES, 8) / 4}
+    compare_in_autocast(plain, ours, x, index, kind, dtypes=dtypes)
+    assert relational_calls(ours) == {"one": {"": 1}, "two": {"": 1}}
+
+
+def test_rgat_with_features_of_edges_inside_autocast():
+    plain, ours = both("RGATConv", 8, 12, TYPES, heads=2, edge_dim=3)
+    edge_attr = torch.randn(EDGES, 3)
+    compare_in_autocast(plain, ours, {"x": torch.randn(NODES, 8)}, *graph(), edge_attr)
+    assert relational_calls(ours) == {"": {"": 1}}
+
+
+@pytest.mark.parametrize("out", [8, 16])
+def test_hgt_inside_autocast(out):
+    x, edges = hetero()
+    sizes = {t: v.shape[1] for t, v in x.items()}
+    plain, ours = both("HGTConv", sizes, out, METADATA, heads=4)
+    compare_in_autocast(plain, ours, x, edges)
+    assert relational_calls(ours) == {"": {"": 1}}
+
+
+@pytest.mark.parametrize("name", ["RGCNConv", "RGATConv", "HGTConv"])
+def test_autocast_is_the_same_inside_torch_compile(name, fresh_compiler):
+    if name == "HGTConv":
+        x, edges = hetero()
+        _, ours = both(name, {t: v.shape[1] for t, v in x.items()}, 8, METADATA)
+        args = (x, edges)
+    else:
+        _, ours = both(name, 8, 12, TYPES, num_bases=3)
+        args = (torch.randn(NODES, 8), *graph())
+    with torch.autocast("cpu", torch.bfloat16):
+        found = tensors_of(torch.compile(ours, fullgraph=True, backend="aot_eager")(*args))
+        expected = tensors_of(ours(*args))
+    for a, b in zip(found, expected, strict=True):
+        close(a, b)
+
+
+def test_autocast_leaves_float64_as_torch_does():
+    plain, ours = both("RGCNConv", 8, 12, TYPES)
+    x, edges = torch.randn(NODES, 8).double(), graph()
+    plain, ours = plain.double(), ours.double()
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(ours(x, *edges), plain(x, *edges))
 
 
 def both_lazy():
@@ -328,6 +480,115 @@ def test_packed_features_of_a_data_set_are_decoded_as_they_are_multiplied():
     close(ours(data.x, index, kind), expected)
     assert relational_calls(ours) == {"": {"": 1}}
     assert data.x.feature.kept_whole is None, "the features were decoded as a whole"
+
+
+@pytest.mark.parametrize("as_table", [False, True], ids=["feature", "table"])
+@pytest.mark.parametrize("name", ["RGCNConv", "FastRGCNConv"])
+def test_packed_features_without_a_root_weight(name, as_table):
+    index, kind = graph()
+    plain, ours = both(name, 8, 12, TYPES, root_weight=False)
+    data = Data(x=torch.randn(NODES, 8).round(), edge_index=index)
+    raw = data.x.clone()
+    table: Any = CompressedTable.from_tensor(raw)
+    compress_features(data)
+    x = table if as_table else data.x
+    close(ours(x, index, kind), plain(raw, index, kind))
+    wide = torch.randn(NODES, 3)  # of destinations only their number counts
+    for target in (wide, CompressedTable.from_tensor(wide)):
+        close(ours((x, target), index, kind), plain((raw, wide), index, kind))
+    assert relational_calls(ours) == {"": {"": 3}}
+
+
+NOT_PACKED: list[tuple[str, dict[str, Any]]] = [
+    ("RGCNConv", {"num_blocks": 2}),
+    ("RGCNConv", {"aggr": "max"}),
+    ("FastRGCNConv", {"num_blocks": 2}),
+    ("RGATConv", {"mod": "additive"}),
+    ("RGATConv", {"attention_mechanism": "within-relation"}),
+]
+
+
+@pytest.mark.parametrize(("name", "kwargs"), NOT_PACKED, ids=str)
+def test_packed_rows_are_refused_by_name_where_they_are_not_taken(name, kwargs):
+    index, kind = graph()
+    ours = getattr(pyg, name)(8, 12, TYPES, **kwargs)
+    x = torch.randn(NODES, 8).round()
+    table: Any = CompressedTable.from_tensor(x)
+    (why,) = kwargs
+    for packed in (table, bitslab.SlabCache(table, 200, devices=["cpu"])):
+        match = f"^x is {type(packed).__name__}, .*{why}.*; accepted are tensors$"
+        with pytest.raises(ArgumentTypeError, match=match):
+            ours(packed, index, kind)
+    if name == "RGCNConv":
+        with pytest.raises(ArgumentTypeError, match=r"^x\[0\] is CompressedTable"):
+            ours((table, x), index, kind)
+    assert not relational_calls(ours)
+    narrow = CompressedTable.from_tensor(x[:, :5].contiguous())
+    with pytest.raises(ArgumentTypeError, match="^x is CompressedTable"):
+        getattr(pyg, name)(8, 12, TYPES)(narrow, index, kind)
+
+
+def test_packed_rows_are_refused_by_name_as_features_of_edges_and_of_hgt():
+    table: Any = CompressedTable.from_tensor(torch.randn(EDGES, 8).round())
+    with pytest.raises(ArgumentTypeError, match="^edge_attr is CompressedTable; accepted are"):
+        pyg.RGATConv(8, 12, TYPES, edge_dim=8)(torch.randn(NODES, 8), *graph(), table)
+    x, edges = hetero()
+    ours = pyg.HGTConv({t: v.shape[1] for t, v in x.items()}, 8, METADATA)
+    x["author"] = table
+    with pytest.raises(ArgumentTypeError, match=r"^x_dict\['author'\] is CompressedTable; accep"):
+        ours(x, edges)
+
+
+def derived(base: Any) -> Any:
+    """Return a class with a message of its own, which takes what the base's does not."""
+
+    class Doubled(base):  # type: ignore[misc]
+        def message(self, x_j, edge_type_ptr, index):
+            return 2 * x_j + 0 * index[:, None]
+
+    class Deeper(Doubled):
+        pass
+
+    return Doubled, Deeper
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_derived_classes_with_hooks_of_their_own_run_pygs_code(depth):
+    plain, ours = derived(gnn.RGCNConv)[depth], derived(pyg.RGCNConv)[depth]
+    layers = []
+    for kind in (plain, ours):
+        torch.manual_seed(3)
+        layers.append(kind(8, 12, TYPES))
+    assert type(layers[1]) is ours
+    compare(*layers, {"x": torch.randn(NODES, 8)}, *graph(), reason="Doubled defines message")
+    # The class that it is derived from is as it was.
+    compare(*both("RGCNConv", 8, 12, TYPES), {"x": torch.randn(NODES, 8)}, *graph())
+
+
+def test_mixed_in_updates_run_pygs_code_and_forward_passes_do_not():
+    class Mixin:
+        def update(self, inputs):
+            return inputs.abs()
+
+    class Mixed(Mixin, pyg.HGTConv):
+        pass
+
+    class Plain(Mixin, gnn.HGTConv):  # type: ignore[misc]
+        pass
+
+    class Twice(pyg.HGTConv):
+        def forward(self, x_dict, edge_index_dict):
+            return {k: 2 * v for k, v in super().forward(x_dict, edge_index_dict).items()}
+
+    x, edges = hetero()
+    layers = []
+    for kind in (Plain, Mixed, gnn.HGTConv, Twice):
+        torch.manual_seed(3)
+        layers.append(kind({t: v.shape[1] for t, v in x.items()}, 8, METADATA))
+    compare(*layers[:2], x, edges, reason="Mixin defines update")
+    for name, rows in layers[2](x, edges).items():
+        close(layers[3](x, edges)[name], 2 * rows)
+    assert relational_calls(layers[3]) == {"": {"": 2}}
 
 
 @pytest.mark.parametrize("name", ["RGCNConv", "RGATConv"])

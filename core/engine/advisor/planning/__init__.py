@@ -12,7 +12,7 @@ from .correction import (
     compare,
 )
 from .plan import PLAN_VERSION, Plan, SitePlan
-from .planner import SLOWDOWN, MemoryLimitError, make_plan
+from .planner import SLOWDOWN, MemoryLimitError, make_plan, predicted_again
 from .prediction import StepPrediction
 from .profile import DiskRates, ModuleProfile, Packing, SiteProfile, StepProfile
 from .solution import Solution
@@ -57,4 +57,5 @@ __all__ = [
     "drawn_profile",
     "make_plan",
     "offload_units",
+    "predicted_again",
 ]

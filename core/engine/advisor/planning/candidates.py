@@ -128,13 +128,19 @@ def candidates_of(site: SiteProfile, profile: StepProfile) -> dict[Candidate, Co
     link, disk = profile.link, profile.disk
     if link is None:
         return found
-    for tier in ("host",) if disk is None else ("host", "disk"):
+    tiers = ("host",) if profile.has_host_tier else ()
+    room_of = {"host": profile.host_bytes, "disk": profile.most_disk_bytes}
+    for tier in tiers if disk is None else (*tiers, "disk"):
         for codec in (None, *packings):
             moved: float = site.nbytes
             encode_s = decode_s = packed_bytes = staged_bytes = write_s = read_s = 0.0
             if codec is not None:
                 packing = packings[codec]
                 moved *= packing.share
+            room = room_of[tier]
+            if room is not None and moved > room:
+                continue
+            if codec is not None:
                 encode_s, decode_s, packed_bytes = packing.encode_s, packing.decode_s, moved
                 staged_bytes = site.nbytes * packing.staged_share
             if tier == "disk" and disk is not None:
@@ -150,5 +156,5 @@ def candidates_of(site: SiteProfile, profile: StepProfile) -> dict[Candidate, Co
                 packed_bytes=packed_bytes,
                 staged_bytes=staged_bytes,
             )
-            found[Candidate(tier, codec)] = costs  # type: ignore[arg-type]
+            found[Candidate(tier, codec)] = costs
     return found

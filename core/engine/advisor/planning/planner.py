@@ -101,6 +101,30 @@ def make_plan(
     return described(timeline, found, plain, reason, memory_bytes=memory_bytes)
 
 
+def predicted_again(plan: Plan, profile: StepProfile) -> Plan:
+    """Return a plan with what another profile of the same step predicts of it.
+
+    Parameters
+    ----------
+    plan : Plan
+        Its choices, reason and limits remain.
+    profile : StepProfile
+        Of the same sites and modules, with other times.
+
+    Raises
+    ------
+    ArgumentError
+        For a profile of another step.
+    """
+    timeline = Timeline(profile)
+    choices = timeline.choices(plan.choices())
+    limit = math.inf if plan.memory_bytes is None else float(plan.memory_bytes)
+    plain = timeline.predict(timeline.keep_all())
+    limits = {"memory_bytes": plan.memory_bytes, "slowdown": plan.slowdown}
+    found = _under(timeline, choices, limit)
+    return described(timeline, found, plain, plan.reason, **limits)  # type: ignore[arg-type]
+
+
 def _under(timeline: Timeline, choices: Choices, limit: float) -> Solution:
     prediction, trace = timeline.follow(choices, limit_bytes=limit)
     return Solution(choices, prediction, trace, True, limit)

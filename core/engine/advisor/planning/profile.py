@@ -8,7 +8,7 @@ begins.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -199,6 +199,8 @@ class StepProfile:
         What leads to host memory; None where nothing can leave the device.
     disk : DiskRates, optional
         An SSD behind it.
+    has_host_tier : bool
+        Whether tensors may remain in host memory; else they cross it on their way to the SSD alone.
     link_share_both_ways, disk_share_both_ways : float
         Share of their rates that each direction has while both are used.
     host_bytes, disk_bytes : int, optional
@@ -218,6 +220,7 @@ class StepProfile:
     other_bytes: Sequence[tuple[float, int]] = ()
     link: SwapLink | None = None
     disk: DiskRates | None = None
+    has_host_tier: bool = True
     link_share_both_ways: float = 1.0
     disk_share_both_ways: float = 1.0
     host_bytes: int | None = None
@@ -295,6 +298,16 @@ class StepProfile:
     def with_other_bytes(self, other_bytes: Iterable[tuple[float, int]]) -> StepProfile:
         """Return the profile with other bytes that are no site's."""
         return replace(self, other_bytes=tuple(other_bytes))
+
+    def without_modules(self, names: Container[str]) -> StepProfile:
+        """Return the profile with modules that are not computed again after all."""
+        return replace(
+            self,
+            sites=tuple(
+                replace(each, module="") if each.module in names else each for each in self.sites
+            ),
+            modules=tuple(each for each in self.modules if each.module not in names),
+        )
 
     def scaled(
         self,

@@ -11,6 +11,7 @@ equal plans.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -35,6 +36,8 @@ MOST_MOMENTS = 6
 GIVERS, TAKERS = 16, 12
 #: Plans at other prices that are tried, and how much slower one may be that is improved.
 WANDERINGS, NEAR = 100, 1.05
+#: What a byte in a tier that is limited counts of one on the device, in search of the least memory.
+LIMITED_SHARES = (0.0, 0.1, 0.3, 1.0)
 #: Changes that make a plan fit at moments that had no price, at most.
 MOST_RELIEFS = 60
 
@@ -80,6 +83,8 @@ class Solver:
         for price in self._dear.queues.values():
             price += 1.0
         self._budget = 0
+        #: By choices that were repaired, the tiers that had too little room for what was wanted.
+        self._overfull: dict[bytes, frozenset[str]] = {}
 
     # Prices
 
@@ -342,12 +347,17 @@ class Solver:
         """Return a plan that takes as little memory as was found, whatever it costs."""
         best: Solution | None = None
         free = self._free()
+        limited = {tier: math.isfinite(room) for tier, room in self._timeline.room.items()}
+        shares = LIMITED_SHARES if any(limited.values()) else LIMITED_SHARES[:1]
         moments = [int(np.argmax(self._plain))]
         tried = set()
         while len(moments) <= MOST_MOMENTS and moments[-1] not in tried:
             tried.add(moments[-1])
-            for which in (moments, moments[-1:]):
-                choices = self._choose(self._priced(free, which), 1.0)
+            for which, share in itertools.product((moments, moments[-1:]), shares):
+                priced = self._priced(free, which)
+                # As if what is moved took so much of the device: other ways take less then.
+                moved = share * (limited["host"] * self._host + limited["disk"] * self._disk)
+                choices = self._choose(replace(priced, alive=priced.alive + moved), 1.0)
                 for each in (choices, replace(choices, checkpointed=choices.checkpointed & False)):
                     each = self._repaired(each)
                     prediction, trace = self._timeline.follow(each, limit_bytes=0.0)
@@ -432,8 +442,11 @@ class Solver:
             options[i] = to
 
     def _followed(self, choices: Choices, limit: float, seen: dict[bytes, Solution]) -> Solution:
-        choices = self._repaired(choices)
+        wanted, choices = choices, self._repaired(choices)
         key = choices.key()
+        if choices is not wanted:
+            found = self._timeline.overfull(wanted)
+            self._overfull[key] = found | self._overfull.get(key, frozenset())
         if key not in seen:
             self._budget -= 1
             prediction, trace = self._timeline.follow(choices, limit_bytes=limit)
@@ -460,13 +473,14 @@ class Solver:
         profile = t.profile
         chosen = self._rows, found.choices.options
         outside = ~t.inside(found.choices)
+        overfull = self._overfull.get(found.choices.key(), frozenset())
         if profile.host_bytes is not None:
             over = float((self._host[chosen] * outside).sum()) > 0.999 * profile.host_bytes
-            host = _moved_price(host, over)
+            host = _moved_price(host, over or "host" in overfull)
         most = profile.most_disk_bytes
         if most is not None:
             over = float((self._disk[chosen] * outside).sum()) > 0.999 * most
-            disk = _moved_price(disk, over)
+            disk = _moved_price(disk, over or "disk" in overfull)
         return replace(prices, queues=queues, host=host, disk=disk)
 
     def _starts(self, limit: float) -> Iterator[Choices]:

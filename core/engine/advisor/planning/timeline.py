@@ -256,17 +256,21 @@ class Timeline:
     def valid(self, choices: Choices) -> bool:
         """Return whether replays find their sources, and tiers have room."""
         inside = self.inside(choices)
+        for i, k in enumerate(choices.options.tolist()):
+            if self.actions[i][k] == "replay" and not inside[i]:
+                if any(inside[s] for s in self.sources[i]):
+                    return False
+        return not self.overfull(choices)
+
+    def overfull(self, choices: Choices) -> frozenset[str]:
+        """Return the tiers that have too little room for a plan."""
+        inside = self.inside(choices)
         moved = dict.fromkeys(self.room, 0.0)
         for i, k in enumerate(choices.options.tolist()):
             action = self.actions[i][k]
-            if inside[i] or action == "keep":
-                continue
-            if action == "replay":
-                if any(inside[s] for s in self.sources[i]):
-                    return False
-            elif action in moved:
+            if action in moved and not inside[i]:
                 moved[action] += self.costs[i][k].moved_bytes
-        return all(moved[tier] <= self.room[tier] for tier in moved)
+        return frozenset(tier for tier in moved if moved[tier] > self.room[tier])
 
     # Time
 

@@ -16,6 +16,7 @@ from bitslab.engine.advisor.planning import (
     Candidate,
     DiskRates,
     MeasuredStep,
+    MemoryLimitError,
     OffloadUnit,
     Plan,
     SiteProfile,
@@ -23,10 +24,12 @@ from bitslab.engine.advisor.planning import (
     StepProfile,
     Timeline,
     adaptive_offload,
+    candidates_of,
     compare,
     drawn_profile,
     make_plan,
     offload_units,
+    predicted_again,
 )
 
 PROFILE = drawn_profile(1, 20)
@@ -47,6 +50,49 @@ def test_a_plan_is_written_and_read(plan: Plan, tmp_path: Path) -> None:
     timeline = Timeline(PROFILE)
     again = timeline.predict(timeline.choices(Plan.load(path).choices()), limit_bytes=LIMIT)
     assert again == plan.prediction
+
+
+def test_nothing_is_left_on_a_host_that_is_no_tier() -> None:
+    profile = replace(PROFILE, disk=DiskRates(20e9, 20e9), has_host_tier=False)
+    found = [candidates_of(site, profile) for site in profile.sites]
+    actions = {candidate.action for own in found for candidate in own}
+    assert "disk" in actions and "host" not in actions
+    made = make_plan(profile, memory_bytes=LIMIT)
+    assert made.prediction.written_bytes == made.prediction.link_bytes > 0
+    assert StepProfile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 0.3])
+def test_other_ways_take_over_where_a_host_is_full(share: float) -> None:
+    """Such as packing on the device and recomputation, for the least memory and for a limit."""
+    profile = replace(PROFILE, disk=None)
+    moved = make_plan(profile, memory_bytes=LIMIT).prediction.link_bytes / 2
+    full = replace(profile, host_bytes=int(share * moved))
+    nothing = replace(profile, link=None)
+    with pytest.raises(MemoryLimitError) as caught:
+        make_plan(nothing, memory_bytes=1)
+    least = caught.value.least_bytes
+    with pytest.raises(MemoryLimitError) as caught:
+        make_plan(full, memory_bytes=1)
+    assert caught.value.least_bytes <= 1.01 * least
+    limit = int(1.05 * least)
+    without, made = (make_plan(each, memory_bytes=limit) for each in (nothing, full))
+    assert made.prediction.peak_bytes <= limit
+    assert made.prediction.step_s <= 1.01 * without.prediction.step_s
+    assert sum(s.nbytes for s in made.sites if s.candidate == Candidate("host")) <= share * moved
+
+
+def test_a_plan_is_predicted_by_another_profile() -> None:
+    dear = make_plan(PROFILE.scaled(link=100.0, disk=100.0), memory_bytes=LIMIT)
+    again = predicted_again(dear, PROFILE)
+    assert again.choices() == dear.choices() and again.modules == dear.modules
+    assert (again.reason, again.memory_bytes) == (dear.reason, LIMIT)
+    timeline = Timeline(PROFILE)
+    choices = timeline.choices(dear.choices())
+    assert again.prediction == timeline.predict(choices, limit_bytes=LIMIT)
+    assert again.prediction.step_s <= dear.prediction.step_s
+    cheap = make_plan(PROFILE, slowdown=0.1)
+    assert predicted_again(cheap, PROFILE).slowdown == 0.1
 
 
 def test_a_plan_writes_no_more_than_its_budget(tmp_path: Path) -> None:
