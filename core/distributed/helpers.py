@@ -40,15 +40,15 @@ class Helper:
 _helpers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Helper]] = (
     weakref.WeakKeyDictionary()
 )
-#: The communicators of helpers, with what they serve: torch keeps one until it is destroyed.
-_communicators: list[tuple[weakref.ref[dist.ProcessGroup], dist.ProcessGroup]] = []
+# torch keeps a helper's communicator until all groups are destroyed. It is not destroyed with the
+# group that it serves: torch would give its name to the next one of the same ranks, and these would
+# read what the store has of the old one.
 
 
 def helper_of(group: dist.ProcessGroup, device_type: str = "cpu") -> Helper:
     """Return the helper of a group for tensors of a device; all its ranks make it at once."""
     of_group = _helpers.setdefault(group, {})
     if device_type not in of_group:
-        _destroy_unused()
         _make_as_many_groups(group, device_type)
         ranks = dist.get_process_group_ranks(group)
         # Messages go by a rank's place in the group, which may be in another order than the ranks.
@@ -67,21 +67,7 @@ def helper_of(group: dist.ProcessGroup, device_type: str = "cpu") -> Helper:
         with nullcontext() if stream is None else stream.on():
             words = torch.zeros(2, group.size(), 2, dtype=torch.int64, device=device)
         of_group[device_type] = Helper(own, ThreadLane("bitslab-exchange"), words, stream)
-        _communicators.append((weakref.ref(group), own))
     return of_group[device_type]
-
-
-def _destroy_unused() -> None:
-    """Destroy the communicators of groups that were destroyed; on a GPU they take memory there."""
-    groups, unused = dist.distributed_c10d._world.pg_map, []
-    for each in list(_communicators):
-        served, own = each[0](), each[1]
-        if served is None or served not in groups:
-            unused.append(own)
-            _communicators.remove(each)
-    for own in unused:
-        if own in groups:  # not where all groups were destroyed at once
-            dist.destroy_process_group(own)
 
 
 def _make_as_many_groups(group: dist.ProcessGroup, device_type: str) -> None:

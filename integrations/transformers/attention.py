@@ -58,7 +58,9 @@ def attention(
     if not isinstance(update, LayerUpdate):
         key, value = (t.dense() if isinstance(t, KVHandle) else t for t in (key, value))
         return plain_attention(module, query, key, value, attention_mask, **options)
-    padding = _padding_of(attention_mask)
+    padding: Padding | None = getattr(attention_mask, _PADDING, None)
+    if padding is None and attention_mask is not None:
+        padding = _padding_of(attention_mask)
     causal = padding is not None or (attention_mask is None and query.shape[2] == 1)
     if causal:
         out = update.attend_packed(query, padding, options)
@@ -147,14 +149,11 @@ def masks(
     return mask
 
 
-def _padding_of(mask: torch.Tensor | None) -> Padding | None:
-    """Return the padding of a mask that `masks` has made, or of a copy of one, on its device.
+def _padding_of(mask: torch.Tensor) -> Padding | None:
+    """Return the padding of a copy of a mask that `masks` has made, on its device.
 
     Copies are known by what they hold, for which a GPU is waited for.
     """
-    found: Padding | None = getattr(mask, _PADDING, None)
-    if mask is None or found is not None:
-        return found
     for made in list(_padded.values()):
         alike = made.shape == mask.shape and made.dtype == mask.dtype
         if alike and torch.equal(made.to(mask.device), mask):
