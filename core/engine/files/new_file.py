@@ -62,7 +62,8 @@ class NewFile:
     Raises
     ------
     OSError
-        When the folder does not exist or cannot be written to, or `path` is a folder.
+        When the folder does not exist or cannot be written to, or `path` is there and no file: a
+        folder, a device or a pipe, which would be replaced.
     """
 
     def __init__(self, path: PathLike) -> None:
@@ -70,6 +71,8 @@ class NewFile:
         self.target = Path(os.path.realpath(path))
         if self.target.is_dir():
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self.requested)
+        if self.target.exists() and not self.target.is_file():
+            raise OSError(errno.EINVAL, "no regular file, which would be replaced", self.requested)
         folder = self.target.parent
         if not folder.is_dir():
             raise FileNotFoundError(errno.ENOENT, "no such folder", str(folder))

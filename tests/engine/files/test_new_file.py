@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import subprocess
 import sys
 import threading
@@ -241,3 +242,26 @@ def test_a_child_forked_while_a_file_is_written_keeps_no_lock_on_it(tmp_path: Pa
     finally:
         os.write(go, b"x")
         os.waitpid(child, 0)
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["itself", "by a link"])
+@pytest.mark.parametrize("kind", ["pipe", "device"])
+def test_pipes_and_devices_are_not_replaced(kind: str, linked: bool, tmp_path: Path) -> None:
+    node = tmp_path / "node"
+    if kind == "pipe":
+        os.mkfifo(node)
+    else:
+        try:
+            os.mknod(node, stat.S_IFCHR | 0o666, os.makedev(1, 3))
+        except PermissionError:
+            node = Path(os.devnull)  # nobody but root could replace it
+    path = node
+    if linked:
+        path = tmp_path / "link"
+        path.symlink_to(node)
+    before = node.stat()
+    with pytest.raises(OSError, match="no regular file, which would be replaced") as caught:
+        NewFile(path)
+    assert caught.value.filename == str(path)
+    assert (node.stat().st_mode, node.stat().st_rdev) == (before.st_mode, before.st_rdev)
+    assert not left_over(tmp_path)
