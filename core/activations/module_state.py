@@ -23,6 +23,8 @@ from .sharded import local_tensor
 _TORCH_ATTRIBUTES = frozenset(nn.Module().__dict__) - {"training"}
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic)
 _MISSING = object()
+#: The attributes of a module, the name of one, and its value.
+_Attribute = tuple[dict[str, Any], str, Any]
 
 
 class PlainState:
@@ -38,53 +40,72 @@ class PlainState:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
         self._attributes = [(each, _plain_attributes(each)) for each in module.modules()]
-        self._python = random.getstate()
-        self._numpy = np.random.get_state(legacy=False)
+        self._generators = _Generators()
 
     def what_differs(self) -> str:
         """Return what is another one now, in words; "" where nothing is."""
-        now = PlainState(self._module)
-        if self._python != now._python:
-            return "Python's random"
-        if _frozen(self._numpy) != _frozen(now._numpy):
-            return "NumPy's random"
-        before = {id(each): own for each, own in self._attributes}
-        for each, own in now._attributes:
-            was = before.get(id(each), own)
-            for name in {*was, *own}:
-                if _differ(was.get(name, _MISSING), own.get(name, _MISSING)):
-                    return f"{type(each).__name__}.{name}"
+        drawn = self._generators.what_differs(_Generators())
+        if drawn:
+            return drawn
+        for attributes, name, _ in self._differing():
+            owner = next(each for each, _ in self._attributes if vars(each) is attributes)
+            return f"{type(owner).__name__}.{name}"
         return ""
 
-    def restore(self) -> list[tuple[dict[str, Any], str, Any]]:
-        """Set all back to what it was; return the attributes that differed, as they were found."""
-        found: list[tuple[dict[str, Any], str, Any]] = []
-        for each, own in self._attributes:
-            attributes = vars(each)
-            for name in {*own, *_plain_attributes(each)}:
-                value, current = own.get(name, _MISSING), attributes.get(name, _MISSING)
-                if _differ(value, current):
-                    found.append((attributes, name, current))
-                    _set(attributes, name, value)
-        if random.getstate() != self._python:
-            random.setstate(self._python)
-        if _frozen(np.random.get_state(legacy=False)) != _frozen(self._numpy):
-            np.random.set_state(self._numpy)
-        return found
+    def restore(self) -> None:
+        """Set all back to what it was."""
+        self._restore_attributes()
+        self._generators.set()
 
     @contextlib.contextmanager
     def again(self) -> Iterator[None]:
         """Run a block with all as it was; behind it all is as before the block."""
-        now = PlainState(self._module)
-        found = self.restore()
+        generators, found = _Generators(), self._restore_attributes()
+        self._generators.set()
         try:
             yield
         finally:
-            now.restore()
-            for attributes, name, value in found:  # of any kind
-                _set(attributes, name, value)
+            self._restore_attributes()  # what the block has changed
+            for each in found:
+                _set(*each)
+            generators.set()
+
+    def _restore_attributes(self) -> list[_Attribute]:
+        """Set attributes back to what they were; return those that differed, as they were found."""
+        differing = list(self._differing())
+        found = [(own, name, own.get(name, _MISSING)) for own, name, _ in differing]
+        for each in differing:
+            _set(*each)
+        return found
+
+    def _differing(self) -> Iterator[_Attribute]:
+        """Yield the attributes that are others now, with what they were."""
+        for each, own in self._attributes:
+            attributes = vars(each)
+            for name in {*own, *_plain_attributes(each)}:
+                value = own.get(name, _MISSING)
+                if _differ(value, attributes.get(name, _MISSING)):
+                    yield attributes, name, value
+
+
+class _Generators:
+    """The states of Python's and NumPy's generators, now."""
+
+    def __init__(self) -> None:
+        self.of_python = random.getstate()
+        self.of_numpy = np.random.get_state(legacy=False)
+
+    def what_differs(self, other: _Generators) -> str:
+        """Return which of them has another state in `other`, in words; "" where none has."""
+        if self.of_python != other.of_python:
+            return "Python's random"
+        return "NumPy's random" if _frozen(self.of_numpy) != _frozen(other.of_numpy) else ""
+
+    def set(self) -> None:
+        """Set both to these states."""
+        random.setstate(self.of_python)
+        np.random.set_state(self.of_numpy)
 
 
 def _plain_attributes(module: nn.Module) -> dict[str, Any]:
