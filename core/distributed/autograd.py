@@ -35,7 +35,7 @@ from .function import AllToAllFunction
 from .layout import Kept, Layout, Memory, Rows
 from .messages import REFERENCES, Array, Repeats
 from .parts import Call, CallPlan, Given, Part, Sums, layout_of, plan_of, spread_to_copies, sums_of
-from .plan import Bound, Table, either_bound, states_of
+from .plan import Bound, Table, either_bound, row_elements_of, states_of
 from .rounding import GradientRounder
 
 FORWARD, BACKWARD = 0, 1
@@ -462,12 +462,10 @@ class CompressedAllToAll:
             raise CorruptedDataError(f"state: tables {tables!r:.80}, here {sorted(self._states)}")
         if not isinstance(feedback, Mapping) or not set(feedback) <= set(self._states):
             raise CorruptedDataError(f"state: feedback {feedback!r:.80}")
-        planned = {name: each.table for name, each in self._states.items()}
-        row_elements = {name: t.row_elements for name, t in planned.items() if t is not None}
         self._caller.decision.load_state_dict(state["decision"])
         for name, of_table in tables.items():
             self._states[name].load_state_dict(of_table)
-        self._rounder.load_state_dict(feedback, row_elements)
+        self._rounder.load_state_dict(feedback, row_elements_of(self._states))
         self.iteration, self._backward_calls = counts
 
     def send_forward(
@@ -556,9 +554,7 @@ class CompressedAllToAll:
             flat = each.rows
             bound: float | torch.Tensor = 0.0
             if self.backward_bound is not None and flat.dtype in KINDS:
-                own = slice(0, 0)
-                if copied is not None:
-                    own = slice(sum(each.counts[:copied]), sum(each.counts[: copied + 1]))
+                own = each.own(copied)
                 if looked_at:
                     crossing = (flat[: own.start], flat[own.stop :])
                     bound = self.backward_bound.where_rows_are(crossing, call.iteration)

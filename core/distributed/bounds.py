@@ -153,9 +153,14 @@ class ErrorBound:
             return value
         if parts[0].device.type != "cpu":
             return value * range_on_device(*parts)
-        ranges = [finite_range(part) for part in parts]
-        least, largest = min(low for low, _ in ranges), max(high for _, high in ranges)
-        return value * (largest - least) if largest > least else 0.0
+        return share_of_range(value, *parts)
+
+
+def share_of_range(share: float, *parts: torch.Tensor) -> float:
+    """Return a share of the range of floats on the CPU; 0 where there are no two finite values."""
+    ranges = [finite_range(part) for part in parts]
+    least, largest = min(low for low, _ in ranges), max(high for _, high in ranges)
+    return share * (largest - least) if largest > least else 0.0
 
 
 def range_on_device(*parts: torch.Tensor) -> torch.Tensor:

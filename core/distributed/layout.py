@@ -9,10 +9,10 @@ from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
-from ..engine.codecs.vectors import finite_range
 from ..engine.kernels.format import ceil_div
 from ..errors import ArgumentError
 from .agreement import Agreement, TableSizes
+from .bounds import share_of_range
 from .messages import REFERENCES, Array, Candidate, Repeats, most_part_bytes
 from .wire import MOST_BYTES, PART_SIZE
 
@@ -90,10 +90,7 @@ class Rows:
     def bound_of(self, rows: torch.Tensor) -> float:
         """Return the bound of some rows on the CPU, in their units; 0: every bit is kept."""
         bound = float(self.bound)
-        if not bound or not self.relative:
-            return bound
-        least, largest = finite_range(rows)
-        return bound * (largest - least) if largest > least else 0.0
+        return share_of_range(bound, rows) if bound and self.relative else bound
 
     def raw_bytes(self, rank: int | None) -> int:
         """Return the bytes of the rows for other ranks than this one; of all for None."""

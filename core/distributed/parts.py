@@ -180,6 +180,13 @@ class Sums:
     ids: Array | None
     are_fewer: bool
 
+    def own(self, rank: int | None) -> slice:
+        """Return which rows are this rank's for itself, which do not cross; none for None."""
+        if rank is None:
+            return slice(0, 0)
+        begin = sum(self.counts[:rank])
+        return slice(begin, begin + self.counts[rank])
+
 
 def sums_of(call: Call, table: int, gradient: torch.Tensor) -> Sums:
     """Return what goes back of gradients ``[M, row]`` of a table."""

@@ -199,3 +199,9 @@ def states_of(
     if not found:
         raise ArgumentError("tables: none given")
     return found
+
+
+def row_elements_of(states: Mapping[str, TableState]) -> dict[str, int]:
+    """Return the elements of a row of each planned table."""
+    tables = {name: state.table for name, state in states.items()}
+    return {name: table.row_elements for name, table in tables.items() if table is not None}

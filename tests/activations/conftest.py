@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from bitslab.activations import planned as planned_module
 from bitslab.activations.disk import DiskRates, tier
+from bitslab.engine.advisor.planning import Correction
 from bitslab.engine.codecs import ChainCodec, InvariantBlobCodec
 from tests.quick_measuring import measure_quickly
 
@@ -18,6 +20,14 @@ from tests.quick_measuring import measure_quickly
 def quick_measuring(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory):
     """Measure small tensors, few of them, and write to no cache of the machine."""
     measure_quickly(monkeypatch, tmp_path_factory.getbasetemp() / "activations-cache")
+
+
+@pytest.fixture
+def holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every plan hold, whatever else the machine does."""
+    monkeypatch.setattr(
+        planned_module, "compare", lambda *_, **__: Correction("holds", "The plan holds.")
+    )
 
 
 @pytest.fixture

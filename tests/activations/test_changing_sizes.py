@@ -11,8 +11,6 @@ from torch import nn
 
 import bitslab
 from bitslab.activations import limits
-from bitslab.activations import planned as planned_module
-from bitslab.engine.advisor.planning import Correction
 from bitslab.engine.codecs import get_codec
 from bitslab.engine.memory import Arena, HostBuffer
 from bitslab.engine.memory import arena as arenas
@@ -56,13 +54,17 @@ def buffers(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 )
 def test_host_memory_of_tensors_that_change_their_size(rows: list[int], buffers: list[int]) -> None:
     model = layers()
-    offload = bitslab.offload_activations(model, policy="raw", min_bytes=1)
+    step_bytes = 4 * 1024 * ROW_BYTES  # of three layers and the loss
+    offload = bitslab.offload_activations(
+        model, policy="raw", min_bytes=1, in_flight_bytes=step_bytes
+    )
     train(model, rows)
     offload.detach()
-    # Copies in threads: how many there are at a time differs from run to run.
+    # Copies in a thread: how many of ended steps are on their way differs from run to run, up to
+    # `in_flight_bytes`, the one that is over it and the one that the thread has just done.
     arena = arenas.host_arena()
     (most_taken_bytes,) = arena._most_taken_bytes.values()
-    assert most_taken_bytes <= 8 * 1024 * ROW_BYTES  # of three layers and the loss, two steps
+    assert most_taken_bytes <= 2 * step_bytes + 2 * 1024 * ROW_BYTES
     assert arena.stats()["reserved_bytes"] <= 2.5 * most_taken_bytes
     # A few of each of eight sizes, where each step would have made some.
     assert len(buffers) <= 64 < 4 * len(rows)
@@ -108,14 +110,6 @@ def test_codecs_are_fitted_once_for_all_sizes(
     decided = [row for row in offload.report().decisions if row["site"] == "0:0"]
     assert {row["nbytes"] for row in decided} == {256 * ROW_BYTES, 512 * ROW_BYTES}
     offload.detach()
-
-
-@pytest.fixture
-def holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every plan hold, whatever else the machine does."""
-    monkeypatch.setattr(
-        planned_module, "compare", lambda *_, **__: Correction("holds", "The plan holds.")
-    )
 
 
 @pytest.mark.parametrize(

@@ -16,11 +16,9 @@ import bitslab
 from bitslab import ModifiedInPlaceError
 from bitslab.activations.module_state import PlainState, same_bits
 from bitslab.engine.advisor.planning import Candidate, Plan, StepProfile
-from tests.activations import test_planned
 from tests.activations.test_planned import HIDDEN, ROWS, follow, plan_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_measuring", "holds")
-holds = test_planned.holds
 
 #: Returns the factor of a layer in one forward pass.
 Factor = Callable[["Layer"], float]

@@ -10,14 +10,12 @@ import pytest
 import torch
 
 import bitslab
-from bitslab.activations import planned as planned_module
 from bitslab.activations.copies import StoredCopy
 from bitslab.activations.executor import Executor
 from bitslab.activations.hooks import SavedTensorHooks
 from bitslab.activations.planned_passes import read_ahead_bytes
 from bitslab.engine.advisor.planning import (
     Candidate,
-    Correction,
     Plan,
     Solution,
     StepProfile,
@@ -28,14 +26,6 @@ from bitslab.engine.advisor.planning.planner import described
 from tests.activations.test_planned import blocks, follow, steps
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_measuring", "quick_disk", "holds")
-
-
-@pytest.fixture
-def holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every plan hold, whatever else the machine does."""
-    monkeypatch.setattr(
-        planned_module, "compare", lambda *_, **__: Correction("holds", "The plan holds.")
-    )
 
 
 def as_on_a_gpu(profile: StepProfile) -> Plan:

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import bitslab
-from bitslab.activations import planned as planned_module
-from bitslab.engine.advisor.planning import CHECKPOINT, Candidate, Correction, Plan, StepProfile
+from bitslab.engine.advisor.planning import CHECKPOINT, Candidate, Plan, StepProfile
 from tests.activations.test_layer_sizes import bert, gpt2, llama, t5
 from tests.activations.test_planned import follow, plan_of
 
@@ -60,13 +59,6 @@ def check(name: str, use_cache: bool = False, **options: Any) -> Any:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     offload.detach()
     return offload
-
-
-@pytest.fixture
-def holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        planned_module, "compare", lambda *_, **__: Correction("holds", "The plan holds.")
-    )
 
 
 @pytest.mark.drawn(2)

@@ -18,9 +18,7 @@ from bitslab.activations.executor import Executor
 from bitslab.activations.pass_record import PassPlan
 from bitslab.activations.planned_passes import pass_plan, read_order
 from bitslab.engine.advisor.planning import Candidate, Plan, StepProfile
-from tests.activations.test_planned import blocks, check, follow, holds, plan_of, steps
-
-__all__ = ["holds"]
+from tests.activations.test_planned import blocks, check, follow, plan_of, steps
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_measuring")
 

@@ -83,6 +83,7 @@ def main() -> None:
         timeout=timedelta(seconds=int(timeout_s)),
     )
     from tests.distributed import (
+        bound_ranks,
         calls_ranks,
         device_ranks,
         drawn_ranks,
@@ -94,6 +95,7 @@ def main() -> None:
 
     known = CHECKS | table_ranks.CHECKS | device_ranks.CHECKS | fault_ranks.CHECKS
     known |= calls_ranks.CHECKS | early_ranks.CHECKS | kind_ranks.CHECKS | drawn_ranks.CHECKS
+    known |= bound_ranks.CHECKS
     names = check.split("+")
     results = {name: known[name](int(rank), int(ranks)) for name in names}
     result = results if len(names) > 1 else results[check]
@@ -454,70 +456,6 @@ def dead_in_backward(rank: int, ranks: int) -> dict[str, Any] | None:
     return {"first": first} | {"second": error_of(lambda: exchange(t))}
 
 
-def bounds_of_messages(rank: int, ranks: int) -> dict[str, Any]:
-    """Bounds are shares of what crosses; gradients that cross by torch's collective are exact."""
-    seen: dict[str, Any] = {}
-    generator = torch.Generator().manual_seed(rank)
-    rows = torch.rand(ranks, 40, 4, generator=generator)
-    for to in range(ranks):
-        rows[to] *= 10.0**to
-    rows[rank] *= 1e6  # what does not cross says nothing of the others
-    given = rows.flatten(0, 1)
-    for way in ("object", "function"):
-        if way == "object":
-            found = CompressedAllToAll(error_bound=0.02, codec="compressed")(given)
-        else:
-            found = torch.empty_like(given)
-            all_to_all_single(found, given, error_bound=0.02, codec="compressed")
-        exact = torch.empty_like(given)
-        dist.all_to_all_single(exact, given)
-        errors = (found - exact).abs().view(ranks, -1).amax(1)
-        others = [source for source in range(ranks) if source != rank]
-        seen[way] = all(0 < float(errors[i]) <= 0.02 * 10.0**rank * 1.0001 for i in others)
-    shares: list[int] = []
-
-    def noted(iteration: int) -> float:
-        shares.append(iteration)
-        return 1.0
-
-    plain = CompressedAllToAll(backward=ErrorBound(0.3, schedule=noted), codec="auto")
-    plain._caller.decision.modes = ["plain", "plain"]
-    t = given.clone().requires_grad_()
-    gradient = torch.rand(t.shape, generator=generator)
-    plain(t).backward(gradient)
-    exact = torch.empty_like(gradient)
-    dist.all_to_all_single(exact, gradient)
-    assert t.grad is not None
-    seen["plain back"] = bool(torch.equal(t.grad, exact))
-    seen["not asked"] = not shares
-    coded = CompressedAllToAll(backward=ErrorBound(0.3, schedule=noted), codec="compressed")
-    for _ in range(2):
-        coded(t).backward(gradient)
-    seen["iterations back"] = shares == [0, 1]
-    return seen
-
-
-def schedules_that_fail(rank: int, ranks: int) -> dict[str, str]:
-    """One rank's schedule gives no bound in the second call: all raise, none waits."""
-
-    def on_one(iteration: int) -> float:
-        return -1.0 if rank == 0 and iteration == 1 else 1.0
-
-    seen = {}
-    t = noise(rank, ranks, 40)
-    for way in ("forward", "backward"):
-        bound = ErrorBound(0.1, schedule=on_one)
-        options: dict[str, Any] = {"error_bound" if way == "forward" else "backward": bound}
-        exchange = CompressedAllToAll(codec="compressed", **options)
-
-        def step(exchange: CompressedAllToAll = exchange) -> None:
-            exchange(t.clone().requires_grad_()).sum().mul(t.sum() * 0 + 1).pow(2).backward()
-
-        step()
-        seen[way] = error_of(step)
-    return seen
-
-
 def bad_arguments(rank: int, ranks: int) -> dict[str, str]:
     """Each refused before anything is sent, so that ranks need not agree."""
     t, out = torch.ones(4, 2), torch.empty(4, 2)
@@ -607,7 +545,5 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
         dead_in_backward,
         bad_arguments,
         schedule,
-        bounds_of_messages,
-        schedules_that_fail,
     )
 }

@@ -16,6 +16,8 @@ from bitslab.distributed.wire import (
     descriptor,
     read_descriptor,
 )
+from tests import pairwise
+from tests.distributed import drawn_ranks
 from tests.distributed.device_ranks import ON_DEVICE
 from tests.distributed.ranks import run_checks, run_ranks
 
@@ -304,9 +306,12 @@ def test_bounds_are_shares_of_messages_and_gradients_follow_the_calls(
 
 
 @two_and_three
-def test_what_comes_is_what_torch_delivers_whatever_is_drawn(ranks: int, tmp_path: Path) -> None:
+def test_what_comes_is_what_torch_delivers_whatever_is_drawn(
+    ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # That of the run, which make test SEED=... gives again.
+    monkeypatch.setenv(drawn_ranks.SEED, str(pairwise.seed))
     for seen in run_ranks("drawn", ranks, tmp_path, timeout_s=60):
-        print("seed", seen["seed"])
         assert not seen["wrong"], seen
 
 

@@ -22,6 +22,8 @@ VALUES = 7
 #: Sums that a candidate is measured by: over rows of code_bits 1 to 3, three each: not grouped,
 #: grouped, and rows with exceptions; and the masks that are not that of the first position.
 SUMS = 10
+#: Of these, the place of the last.
+DIFFERING = SUMS - 1
 #: Tables that one launch counts.
 MOST_TABLES = 2
 #: Rows at the most from which the values of positional masks are learnt: as many different chunks

@@ -10,6 +10,7 @@ import torch
 
 from bitslab.engine.kernels import cpu
 from bitslab.engine.kernels.candidates import (
+    DIFFERING,
     FIRST,
     POSITIONAL_ROWS,
     VALUES,
@@ -51,9 +52,10 @@ def test_masks_values_and_sizes_are_those_of_their_definition(kind, n, row_bytes
     table, memory = learnt(rows, rules)
     masks, values = memory.found(0)[0], memory.found(0)[1:]
     totals, bits = (
-        sizes_of(other, table, memory, unit_bits)[:, :9].view(-1, 3, 3) for unit_bits in (32, 1)
+        sizes_of(other, table, memory, unit_bits)[:, :DIFFERING].view(-1, 3, 3)
+        for unit_bits in (32, 1)
     )
-    differ = sizes_of(other, table, memory)[:, 9]
+    differ = sizes_of(other, table, memory)[:, DIFFERING]
     for c, rule in enumerate(rules):
         entries = of(rule, int(table.numbers[c, FIRST]), row_bytes)
         dtype = f"<u{rule.chunk_bytes}"

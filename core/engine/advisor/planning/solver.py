@@ -19,6 +19,7 @@ from dataclasses import replace
 import numpy as np
 
 from .candidates import Candidate, Choices
+from .option_costs import OptionCosts
 from .solution import MARGIN_BYTES, Priced, Prices, Solution
 from .timeline import Floats, Indices, Timeline
 
@@ -59,23 +60,7 @@ class Solver:
         self._modules = timeline.profile.modules
         self._rows = np.arange(self._n)
         self._plain = timeline.needed(timeline.keep_all())[0]
-        most = max((len(own) for own in timeline.candidates), default=1)
-        shape = self._n, most
-        self._device_s = np.full(shape, math.inf)
-        names = {"up": "up_s", "write": "write_s", "down": "down_s", "read": "read_s"}
-        self._queue_s = {name: np.zeros(shape) for name in names}
-        self._host, self._disk = np.zeros(shape), np.zeros(shape)
-        self._packed = np.zeros(shape)
-        self._kept = np.zeros(shape, bool)
-        for i, (own, costs) in enumerate(zip(timeline.actions, timeline.costs, strict=True)):
-            for k, (action, each) in enumerate(zip(own, costs, strict=True)):
-                self._device_s[i, k] = each.forward_s + each.backward_s
-                self._kept[i, k] = action == "keep"
-                for name, field in names.items():
-                    self._queue_s[name][i, k] = getattr(each, field)
-                tier = {"host": self._host, "disk": self._disk, "device": self._packed}.get(action)
-                if tier is not None:
-                    tier[i, k] = each.packed_bytes or each.moved_bytes
+        self._costs = OptionCosts.of(timeline)
         self._checkpoint_s = np.array([each.checkpoint_s for each in self._modules])
         self._inside = [np.flatnonzero(timeline.module_of == m) for m in range(len(self._modules))]
         self._may_replay = np.array(["replay" in own for own in timeline.actions], bool)
@@ -90,7 +75,7 @@ class Solver:
 
     def _free(self) -> Prices:
         """Return prices of nothing."""
-        queues = {name: np.zeros(self._n) for name in self._queue_s}
+        queues = {name: np.zeros(self._n) for name in self._costs.queue_s}
         return Prices(queues, np.zeros(len(self._modules)), np.ones(self._n), np.ones(MOST_MOMENTS))
 
     def _alive(self, at: int) -> tuple[Floats, Floats]:
@@ -106,8 +91,8 @@ class Solver:
         used |= (t.read <= at) & (at < t.freed)
         kept = (t.saved <= at) & (at < t.freed)
         of_kept = t.nbytes * kept
-        alive = np.where(self._kept, of_kept[:, None], (t.nbytes * used)[:, None])
-        alive += self._packed * ((t.saved <= at) & (at <= t.read))[:, None]
+        alive = np.where(self._costs.kept, of_kept[:, None], (t.nbytes * used)[:, None])
+        alive += self._costs.packed * ((t.saved <= at) & (at <= t.read))[:, None]
         alive += t.staged_out * (t.saved == at)[:, None] + t.staged_in * (t.read == at)[:, None]
         again = np.zeros(len(self._modules))
         for m, inside in enumerate(self._inside):
@@ -121,11 +106,11 @@ class Solver:
 
     def _totals(self, prices: Prices) -> Floats:
         """Return the seconds of each candidate at prices, ``[sites, candidates]``."""
-        total = self._device_s.copy()
+        total = self._costs.device_s.copy()
         for name, price in prices.queues.items():
-            total += price[:, None] * self._queue_s[name]
+            total += price[:, None] * self._costs.queue_s[name]
         if prices.host or prices.disk:
-            total += prices.host * self._host + prices.disk * self._disk
+            total += prices.host * self._costs.host + prices.disk * self._costs.disk
         return total
 
     def _choose(self, priced: Priced, byte_s: float) -> Choices:
@@ -356,7 +341,9 @@ class Solver:
             for which, share in itertools.product((moments, moments[-1:]), shares):
                 priced = self._priced(free, which)
                 # As if what is moved took so much of the device: other ways take less then.
-                moved = share * (limited["host"] * self._host + limited["disk"] * self._disk)
+                moved = share * (
+                    limited["host"] * self._costs.host + limited["disk"] * self._costs.disk
+                )
                 choices = self._choose(replace(priced, alive=priced.alive + moved), 1.0)
                 for each in (choices, replace(choices, checkpointed=choices.checkpointed & False)):
                     each = self._repaired(each)
@@ -475,23 +462,23 @@ class Solver:
         outside = ~t.inside(found.choices)
         overfull = self._overfull.get(found.choices.key(), frozenset())
         if profile.host_bytes is not None:
-            over = float((self._host[chosen] * outside).sum()) > 0.999 * profile.host_bytes
+            over = float((self._costs.host[chosen] * outside).sum()) > 0.999 * profile.host_bytes
             host = _moved_price(host, over or "host" in overfull)
         most = profile.most_disk_bytes
         if most is not None:
-            over = float((self._disk[chosen] * outside).sum()) > 0.999 * most
+            over = float((self._costs.disk[chosen] * outside).sum()) > 0.999 * most
             disk = _moved_price(disk, over or "disk" in overfull)
         return replace(prices, queues=queues, host=host, disk=disk)
 
     def _starts(self, limit: float) -> Iterator[Choices]:
         """Yield plans of one kind: nothing moved, and waits that cost all they take."""
-        for names in (tuple(self._queue_s), ("down", "read"), ("up", "write")):
-            queues = {n: np.full(self._n, 1.0 * (n in names)) for n in self._queue_s}
+        for names in (tuple(self._costs.queue_s), ("down", "read"), ("up", "write")):
+            queues = {n: np.full(self._n, 1.0 * (n in names)) for n in self._costs.queue_s}
             yield self.priced(replace(self._free(), queues=queues), limit)
         # The last to be saved are read first: these are dear, the others free.
         for share in (0.5, 0.75, 0.9):
             late = (self._rows >= share * self._n).astype(np.float64)
-            queues = dict.fromkeys(self._queue_s, late)
+            queues = dict.fromkeys(self._costs.queue_s, late)
             yield self.priced(replace(self._free(), queues=queues), limit)
 
     # Changes of single plans

@@ -19,7 +19,14 @@ import torch
 
 from ....dtypes import EXPONENT_FIELDS, element_bytes
 from ...kernels import kernels_for
-from ...kernels.candidates import UNIFORM, WIDTH, CandidateTable, CandidateTables, MaskRule
+from ...kernels.candidates import (
+    DIFFERING,
+    UNIFORM,
+    WIDTH,
+    CandidateTable,
+    CandidateTables,
+    MaskRule,
+)
 from ...kernels.format import CHUNK_BYTES, CODE_BITS, RowFormat
 from .learning import Counted, Learnt, learn
 from .profile import UNSIGNED, Profile
@@ -35,7 +42,8 @@ FINALISTS, CLOSE = {True: 5, False: 11}, {True: 1.02, False: 1.1}
 #: of rows may show 0.3 % more than is saved in the end. Uniform exponents decode as fast with some.
 EXCEPTIONS_SAVE = 0.005
 #: What masks that differ between positions must save at least, as a share of the packed bytes: a
-#: CPU decodes rows of bfloat16 with one code bit at 1.1 GB/s in place of 4. A GPU does not care.
+#: CPU decodes rows of bfloat16 with one code bit at 1.1 GB/s in place of 4. A GPU's kernels read a
+#: mask for each position either way.
 DIFFERENCES_SAVE = 0.02
 #: Tables of candidates whose fixed costs are kept.
 KEPT = 64
@@ -152,13 +160,13 @@ def measure(
     kernels_for(test.rows.device).sizes_by_option(test.rows, candidates, memory, unit_bits)
     bytes_a_unit = 4 if whole else row_bytes / test.row_bytes / 8
     totals, found = memory.on_host()
-    by_code_bits = totals[:, :9].reshape(-1, 3, 3)
+    by_code_bits = totals[:, :DIFFERING].reshape(-1, len(CODE_BITS), 3)
     units, with_exceptions = by_code_bits[:, :, :2], by_code_bits[:, :, 2:]
     costs = units * (bytes_a_unit * n_rows / len(test))
     profiles, positional = _fixed_costs(candidates.measured, row_bytes, options)
     costs += profiles
     costs *= 1 + positional * with_exceptions * (EXCEPTIONS_SAVE / len(test))
-    costs[totals[:, 9] > 0] *= 1 + DIFFERENCES_SAVE
+    costs[totals[:, DIFFERING] > 0] *= 1 + DIFFERENCES_SAVE
     costs = costs.reshape(len(costs), -1)
     return Measured(learnt.rules, costs.min(1), costs.argmin(1)), found
 

@@ -26,6 +26,7 @@ from .items import PreparedItems
 from .loading import encoding_shorts, gathering, mapping, packing
 from .packed_linear import prepare_linear as prepare_linear
 from .planning import agreed_masks as agreed_masks
+from .planning import count_bits as count_bits
 from .planning import frequent_values as frequent_values
 from .planning import plan_memory as plan_memory
 from .planning import sizes_by_option as sizes_by_option
@@ -43,32 +44,6 @@ from .threads import run_ranges
 from .tiles import decode_tiles as decode_tiles
 from .tiles import encode_tiles as encode_tiles
 from .tiles import measure_tiles as measure_tiles
-
-
-def count_bits(rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
-    """Count, for every bit of every chunk position, the rows that have it set.
-
-    Parameters
-    ----------
-    rows : torch.Tensor
-        uint8 ``[N, row_bytes]``, contiguous.
-    chunk_bytes : int
-        Bytes of a chunk; divides row_bytes.
-
-    Returns
-    -------
-    torch.Tensor
-        int64 ``[C, 8 * chunk_bytes]``, bit 0 the least significant.
-    """
-    kernel, raw = packing().count_bits, rows.numpy()
-
-    def work(begin: int, end: int) -> np.ndarray[Any, Any]:
-        counts = np.zeros((rows.shape[1], 8), np.int64)
-        call(kernel, raw, counts, begin, end)
-        return counts
-
-    # The bits of a chunk are those of its bytes, one after the other.
-    return torch.from_numpy(sum(run_ranges(work, *rows.shape))).view(-1, 8 * chunk_bytes)
 
 
 def packed_words(rows: torch.Tensor, layout: RowLayout) -> tuple[torch.Tensor, torch.Tensor]:

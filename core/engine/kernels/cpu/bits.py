@@ -148,6 +148,13 @@ def read_short(words, bit):
 
 
 @njit(nogil=True, cache=True)
+def read_chunk(words, bit, like):
+    """Return at least as many bits as a chunk of `like` has of `words`, from `bit` on."""
+    # What two words are sure to hold suffices, but for 8-byte chunks.
+    return read_bits(words, bit) if width_of(like) == 64 else read_short(words, bit)
+
+
+@njit(nogil=True, cache=True)
 def append_bits(words, bit, carry, value, count):
     """Append `count` bits of `value`, whose other bits are 0, to a stream of words at `bit`.
 

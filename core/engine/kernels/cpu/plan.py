@@ -9,10 +9,35 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..candidates import DIFFERING
 from .bits import popcount
 from .jit import njit
 
 MIX = np.uint64(0x9E3779B97F4A7C15)
+COUNTED_BYTES = 256  # of a row, whose counters fit the cache
+
+
+@njit(nogil=True, cache=True)
+def count_bits(raw, counts, begin, end):
+    """Add to ``counts[i, b]`` how many of the rows begin..end have bit b of byte i set.
+
+    Counted in bytes first, of as many rows as these can count: vectors of them are the longest.
+    """
+    row_bytes = raw.shape[1]
+    few = np.empty((8, COUNTED_BYTES), np.uint8)
+    for first in range(0, row_bytes, COUNTED_BYTES):
+        width = min(COUNTED_BYTES, row_bytes - first)
+        for start in range(begin, end, 255):
+            few[:] = 0
+            for r in range(start, min(start + 255, end)):
+                row = raw[r, first : first + width]
+                for bit in range(8):
+                    counted, shift = few[bit], np.uint8(bit)
+                    for i in range(width):
+                        counted[i] += (row[i] >> shift) & np.uint8(1)
+            for bit in range(8):
+                for i in range(width):
+                    counts[first + i, bit] += few[bit, i]
 
 
 @njit(nogil=True, cache=True)
@@ -145,7 +170,7 @@ def sizes_by_option(columns, masks, values, uniform, unit_bits, room, totals):
             totals[3 * k - 2] += min(size + group_bits + stored[r] * k * code_units, raw)
             totals[3 * k - 1] += miss != 0
     for mask in masks:
-        totals[9] += mask != masks[0]
+        totals[DIFFERING] += mask != masks[0]
 
 
 @njit(nogil=True, cache=True)

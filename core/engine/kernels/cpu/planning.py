@@ -1,4 +1,4 @@
-"""Counting for a planner, of many candidates at once: the twins of plan.cu.
+"""Counting for a planner, of many candidates at once: the twins of plan.cu and count.cu.
 
 Each candidate is counted by itself, on one thread. Candidates whose masks turn out the same are
 counted once.
@@ -26,8 +26,35 @@ from ..candidates import (
 from .compiling import call
 from .constants import chunks_of
 from .loading import planning
+from .threads import run_ranges
 
 Array = np.ndarray
+
+
+def count_bits(rows: torch.Tensor, chunk_bytes: int) -> torch.Tensor:
+    """Count, for every bit of every chunk position, the rows that have it set.
+
+    Parameters
+    ----------
+    rows : torch.Tensor
+        uint8 ``[N, row_bytes]``, contiguous.
+    chunk_bytes : int
+        Bytes of a chunk; divides row_bytes.
+
+    Returns
+    -------
+    torch.Tensor
+        int64 ``[C, 8 * chunk_bytes]``, bit 0 the least significant.
+    """
+    kernel, raw = planning().count_bits, rows.numpy()
+
+    def work(begin: int, end: int) -> Array:
+        counts = np.zeros((rows.shape[1], 8), np.int64)
+        call(kernel, raw, counts, begin, end)
+        return counts
+
+    # The bits of a chunk are those of its bytes, one after the other.
+    return torch.from_numpy(sum(run_ranges(work, *rows.shape))).view(-1, 8 * chunk_bytes)
 
 
 def plan_memory(rows: Sequence[torch.Tensor], candidates: CandidateTables) -> PlanMemory:

@@ -32,6 +32,7 @@ from .bits import (
     lowest_bit,
     popcount,
     read_bits,
+    read_chunk,
     read_short,
     spread_bits,
     width_of,
@@ -42,30 +43,6 @@ from .jit import njit
 HALF = GROUP // 2
 # The lowest bit of each code of a half, by code_bits.
 CODE_PLACES = np.array([0, 0xFFFF, 0x55555555, 0x249249249249], np.uint64)
-COUNTED_BYTES = 256  # of a row, whose counters fit the cache
-
-
-@njit(nogil=True, cache=True)
-def count_bits(raw, counts, begin, end):
-    """Add to ``counts[i, b]`` how many of the rows begin..end have bit b of byte i set.
-
-    Counted in bytes first, of as many rows as these can count: vectors of them are the longest.
-    """
-    row_bytes = raw.shape[1]
-    few = np.empty((8, COUNTED_BYTES), np.uint8)
-    for first in range(0, row_bytes, COUNTED_BYTES):
-        width = min(COUNTED_BYTES, row_bytes - first)
-        for start in range(begin, end, 255):
-            few[:] = 0
-            for r in range(start, min(start + 255, end)):
-                row = raw[r, first : first + width]
-                for bit in range(8):
-                    counted, shift = few[bit], np.uint8(bit)
-                    for i in range(width):
-                        counted[i] += (row[i] >> shift) & np.uint8(1)
-            for bit in range(8):
-                for i in range(width):
-                    counts[first + i, bit] += few[bit, i]
 
 
 @njit(nogil=True, cache=True)
@@ -536,13 +513,6 @@ def read_spread_payload(words, bit, table, starts, base, count, x):
         kept = ~np.uint64(table[ZERO, np.uint64(base + j)])
         begin = bit + np.int64(starts[np.uint64(base + j)])
         x[j] = spread_bits(read_chunk(words, begin, x), kept)
-
-
-@njit(nogil=True, cache=True)
-def read_chunk(words, bit, like):
-    """Return at least as many bits as a chunk of `like` has of `words`, from `bit` on."""
-    # What two words are sure to hold suffices, but for 8-byte chunks.
-    return read_bits(words, bit) if width_of(like) == 64 else read_short(words, bit)
 
 
 @njit(nogil=True, cache=True)

@@ -225,8 +225,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   u64 sums[SUMS] = {0};
   const int place = blockIdx.x * THREADS + threadIdx.x;
   if (!uniform)
-    for (int i = place; i < chunks; i += gridDim.x * THREADS) sums[9] += found[first + i] != found[first];
-  sums[9] = __reduce_add_sync(FULL, (u32)sums[9]);
+    for (int i = place; i < chunks; i += gridDim.x * THREADS) sums[DIFFERING] += found[first + i] != found[first];
+  sums[DIFFERING] = __reduce_add_sync(FULL, (u32)sums[DIFFERING]);
   for (i64 r = (i64)blockIdx.x * (THREADS / 32) + (threadIdx.x >> 5); r < n_rows; r += stride) {
     int masked = 0, stored = 0;
     int miss[3] = {0, 0, 0};  // masked bits of chunks without a code

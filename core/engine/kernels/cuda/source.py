@@ -25,6 +25,7 @@ from ..candidates import (
     CHUNKS,
     COLUMNS,
     COUNTED,
+    DIFFERING,
     FIELD,
     FIRST,
     STRIDE,
@@ -161,6 +162,7 @@ PLAN_DEFINES = {
     "COLUMNS": COLUMNS,
     "VALUES": VALUES,
     "SUMS": SUMS,
+    "DIFFERING": DIFFERING,
 }
 #: Bins that ids are ordered by before a gather from a large table.
 ORDER_BINS = 8192
