@@ -12,7 +12,8 @@ import torch
 from ..engine.codecs.blob import BlobCodec, FlatCodec
 from ..engine.kernels.cuda.stream import current_stream
 from ..engine.memory.locks import current_process
-from ..engine.transfer import Event, Mark, StreamLane, ThreadTask
+from ..engine.tasks import ThreadTask
+from ..engine.transfer import Event, Mark, StreamLane
 from ..engine.versions import version_of
 from .disk import Ticket
 from .forms import Gaps, SavedForm

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from concurrent.futures import Future
-
 import torch
 
 from ..engine.codecs.blob import FlatCodec
 from ..engine.kernels.cpu.blob_copy import copy_blob
+from ..engine.tasks import ThreadTask
 from ..engine.transfer import Mark, StreamLane, ThreadLane
 from .host_room import HostMemory
 from .moments import Moment
@@ -66,13 +65,13 @@ def bring(
     """
     if isinstance(lane, ThreadLane):
         return lane.run(fill_on_host, out, host, stored)
-    if isinstance(stored, Future):  # it was read from a disk
+    if isinstance(stored, ThreadTask):  # it was read from a disk
         stored.result()
         return lane.copy(out.data_ptr(), host.data_ptr(), out.nbytes, after=after)
     if expected_bytes is None:
         to, at = out.data_ptr(), host.data_ptr()
         return lane.copy(to, at, out.nbytes, after=after, then_after=stored)
-    assert not isinstance(after, Future)  # of the stream that computes
+    assert not isinstance(after, ThreadTask)  # of the stream that computes
     lane.wait(stored)
     return lane.queue_on(copy_blob_on_gpu, host, out, expected_bytes, after=after)
 
@@ -82,7 +81,7 @@ def copy_on_host(flat: torch.Tensor, host: torch.Tensor) -> None:
     host.copy_(flat.view(torch.uint8))
 
 
-def fill_on_host(out: torch.Tensor, host: torch.Tensor, stored: Future[object]) -> None:
+def fill_on_host(out: torch.Tensor, host: torch.Tensor, stored: ThreadTask[object]) -> None:
     """Copy back to uint8 ``[n]``, in a thread."""
     stored.result()
     nbytes = out.shape[0]

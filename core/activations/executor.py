@@ -22,7 +22,6 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import torch
 
@@ -31,6 +30,7 @@ from ..engine.kernels.cuda.runner import do_nothing
 from ..engine.kernels.cuda.stream import current_stream
 from ..engine.memory import HostPiece
 from ..engine.memory.locks import call_after_fork, current_process
+from ..engine.tasks import ThreadTask
 from ..engine.transfer import Mark, StreamEvent, StreamLane, ThreadLane, record_on, wait_on_host
 from .copies import StoredCopy
 from .crossing import HostEncoder, bring, send
@@ -387,7 +387,7 @@ class Executor:
 
     def _wait(self, mark: Mark, current: torch.cuda.Stream | None = None) -> None:
         """Make what computes wait: torch's current stream, or the host for a thread."""
-        if isinstance(mark, Future):
+        if isinstance(mark, ThreadTask):
             self.traffic.wait_for(mark)
         else:
             mark.wait(current_stream(self.device) if current is None else current)
@@ -468,7 +468,7 @@ class Executor:
                     sizes = self.traffic.sizes
                     expected_bytes = sizes.expected(copy.name, codec.name, copy.nbytes)
                 arrived = bring(self._in, fetched, host, stored, expected_bytes, begin)
-                if not isinstance(arrived, Future):
+                if not isinstance(arrived, ThreadTask):
                     copy.events[:] = (arrived,)
             copy.arrived = arrived
             self.traffic.fetched(copy.name, copy.nbytes, copy.blob)
@@ -513,7 +513,7 @@ class Executor:
         So are all that did not fail: gradients do not depend on how far copies have come.
         """
         stored = copy.stored
-        if isinstance(stored, Future):
+        if isinstance(stored, ThreadTask):
             self.traffic.wait_for(stored)
             self._release(self.in_flight_bytes)  # which reports one that failed
             return stored.exception() is None
@@ -544,7 +544,7 @@ class Executor:
         fetched, arrived = copy.fetched, copy.arrived
         assert arrived is not None
         copy.fetched = copy.arrived = copy.reading = None
-        if not isinstance(arrived, Future):
+        if not isinstance(arrived, ThreadTask):
             arrived.wait(current)  # type: ignore[arg-type]
         else:
             if not arrived.done():

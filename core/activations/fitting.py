@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Hashable
-from concurrent.futures import Future
 
 import torch
 
 from ..engine.codecs.blob import BlobCodec
 from ..engine.kernels.cuda.stream import current_stream
 from ..engine.kernels.uploads import in_stream_order
+from ..engine.tasks import ThreadTask
 from ..engine.transfer import StreamLane, ThreadLane, wait_on_host
 from .samples import sample_of
 
@@ -26,7 +26,7 @@ class SampleFits:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._begun: dict[Hashable, tuple[Future[BlobCodec], int]] = {}
+        self._begun: dict[Hashable, tuple[ThreadTask[BlobCodec], int]] = {}
         self._bytes = 0
         self._lane: ThreadLane | None = None
 
@@ -77,7 +77,7 @@ class SampleFits:
     @staticmethod
     def _begin(
         lane: ThreadLane, codec: type[BlobCodec], flat: torch.Tensor
-    ) -> tuple[Future[BlobCodec], int]:
+    ) -> tuple[ThreadTask[BlobCodec], int]:
         with torch.no_grad():
             sample = sample_of(flat)
             there = torch.empty(sample.shape, dtype=sample.dtype, pin_memory=True)

@@ -16,7 +16,8 @@ from collections import deque
 
 import torch
 
-from ..engine.transfer import Event, Mark, ThreadTask
+from ..engine.tasks import ThreadTask
+from ..engine.transfer import Event, Mark
 from .copies import StoredCopy
 from .disk import DiskTier
 from .disk.tensor_file import ALIGN_BYTES

@@ -5,11 +5,11 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 
 import torch
 
 from ..engine.kernels.cuda.stream import current_stream
+from ..engine.tasks import ThreadTask
 from ..engine.transfer import Mark
 from .copies import StoredCopy
 from .traffic import SentBlob, Traffic, is_done
@@ -72,7 +72,7 @@ class Originals:
             blob = self._unsure[0][1]
             if not is_done(blob.stored):
                 over = self.unsure_bytes + self.in_flight_bytes > allowed_bytes
-                if not over or not isinstance(blob.stored, Future):
+                if not over or not isinstance(blob.stored, ThreadTask):
                     break
                 self._traffic.wait_for(blob.stored)
             self._settle(*self._unsure.popleft())
@@ -80,13 +80,13 @@ class Originals:
         while in_flight:
             ref, done, nbytes = in_flight[0]
             over = self.unsure_bytes + self.in_flight_bytes > allowed_bytes
-            if not over and not (done.done() if isinstance(done, Future) else done.query()):
+            if not over and not (done.done() if isinstance(done, ThreadTask) else done.query()):
                 return
             if over:  # for one that nobody wants any more, too: its memory is in use until then
                 self._wait(done)
             copy = ref()
             if copy is not None and copy.original is not None:
-                error = done.exception() if isinstance(done, Future) else None
+                error = done.exception() if isinstance(done, ThreadTask) else None
                 if error is None:
                     self.give_up(copy, current)
                 else:
@@ -107,7 +107,7 @@ class Originals:
             return
         try:
             if not blob.cut_off:
-                assert isinstance(blob.stored, Future)
+                assert isinstance(blob.stored, ThreadTask)
                 blob.stored.result()  # raises what happened
             self._send_again(copy)
         except Exception as error:

@@ -6,12 +6,12 @@ import ctypes
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass
 
 import torch
 
 from ..engine.codecs.blob import HEADER_BYTES, FlatCodec
+from ..engine.tasks import ThreadTask
 from ..engine.transfer import Mark, wait_on_host
 from .host_room import HostMemory, LearntSizes
 from .moments import Moment, has_passed, now, seconds_between
@@ -37,7 +37,7 @@ class SentBlob:
         Most bytes that it may have.
     host : torch.Tensor or HostPiece
         On the host, the blob at its beginning; held until its header was read.
-    stored : Event or Future
+    stored : Event or ThreadTask
         When `host` is filled.
 
     Attributes
@@ -258,7 +258,7 @@ def _header_bytes(data: HostMemory) -> int:
 
 def is_done(mark: Mark) -> bool:
     """Return whether a mark has passed; waits for nothing."""
-    if isinstance(mark, Future):
+    if isinstance(mark, ThreadTask):
         return mark.done()
     passed: bool = mark.query()
     return passed
@@ -266,4 +266,4 @@ def is_done(mark: Mark) -> bool:
 
 def failed(mark: Mark) -> bool:
     """Return whether the work of a thread, which is done, has failed."""
-    return isinstance(mark, Future) and mark.exception() is not None
+    return isinstance(mark, ThreadTask) and mark.exception() is not None

@@ -17,8 +17,9 @@ from ..engine.advisor.link import own_stream, work_seconds
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.stream import current_stream
 from ..engine.kernels.vector_chunks import VectorOptions, send_bytes
+from ..engine.tasks import ThreadTask
 from ..engine.tensor_bits import copy_rows
-from ..engine.transfer import StreamLane, ThreadTask
+from ..engine.transfer import StreamLane
 from ..errors import BitslabError, CorruptedDataError
 from .agreement import Difference
 from .buffers import Buffers

@@ -11,7 +11,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ..engine.transfer import ThreadLane, ThreadTask
+from ..engine.tasks import ThreadTask
+from ..engine.transfer import ThreadLane
 from ..errors import BitslabError, CorruptedDataError
 from .agreement import Difference
 from .buffers import Buffers

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -13,6 +12,7 @@ from ..engine.kernels.format import ceil_div
 from ..engine.memory.arena import Arena, host_arena
 from ..engine.memory.host import Pin
 from ..engine.memory.pieces import ALIGN_BYTES, Pending, Reservation
+from ..engine.tasks import ThreadTask
 from ..errors import BitslabError
 
 #: Words of a part that is taken of a reservation whose rest is too small for all that is needed.
@@ -67,7 +67,7 @@ class HostArena:
         self._arena: Arena | None = None  # that the memory is of
         self._rest: Reservation | None = None  # what is left of the last one
         # Reservations that are being made, and their bytes.
-        self._ahead: deque[tuple[Future[Reservation], int]] = deque()
+        self._ahead: deque[tuple[ThreadTask[Reservation], int]] = deque()
         self._taken_bytes = 0  # by histories
         #: Bytes that histories have given back since `_taken_bytes` was last looked at.
         self._returned_bytes: deque[int] = deque()

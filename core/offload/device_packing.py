@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
@@ -28,6 +27,7 @@ from ..compressed import CompressedTensor
 from ..dtypes import flat_bytes
 from ..engine.kernels.format import ceil_div
 from ..engine.memory.page_taking import available_cores
+from ..engine.tasks import ThreadTask
 from ..engine.transfer import RowUploader, StreamLane, ThreadLane
 from ..engine.transfer.lanes import Mark, record_on
 from ..engine.transfer.upload import PIECE_BYTES, RING
@@ -140,7 +140,7 @@ class DevicePacking:
 
     # Work
 
-    def pack(self, plan: PackingPlan) -> Future[OnDevice]:
+    def pack(self, plan: PackingPlan) -> ThreadTask[OnDevice]:
         """Pack a tensor; one in host memory in a thread, in which it must not change."""
         if plan.uploadable:
             return self._uploading.submit(self._uploaded, plan)
@@ -152,9 +152,9 @@ class DevicePacking:
             self.wait()  # what leaves the GPU makes room
             torch.cuda.empty_cache()
             ct = plan.packed()
-        return _done(OnDevice(ct, record_on(torch.cuda.current_stream(self.device))))
+        return ThreadTask.of(OnDevice(ct, record_on(torch.cuda.current_stream(self.device))))
 
-    def upload(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Future[Mark]]:
+    def upload(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ThreadTask[Mark]]:
         """Copy a contiguous tensor in host memory to the GPU as it is, in a thread.
 
         Parameters
@@ -166,7 +166,7 @@ class DevicePacking:
         -------
         copy : torch.Tensor
             On the GPU, made on torch's current stream.
-        crossed : Future
+        crossed : ThreadTask
             Of a mark: behind it the bytes are there.
         """
         copy = torch.empty_like(tensor, device=self.device)
@@ -175,15 +175,15 @@ class DevicePacking:
 
     def image(
         self,
-        pieces: Mapping[str, Future[OnDevice]],
+        pieces: Mapping[str, ThreadTask[OnDevice]],
         nbytes: int,
         make: Callable[[dict[str, OnDevice]], T],
-    ) -> Future[T]:
+    ) -> ThreadTask[T]:
         """Call ``make(pieces)`` in a thread, when all pieces of a unit are packed.
 
         Parameters
         ----------
-        pieces : mapping of str to Future
+        pieces : mapping of str to ThreadTask
             What `pack` returned, by the tensors' names.
         nbytes : int
             The raw bytes that are off the way afterwards.
@@ -194,7 +194,7 @@ class DevicePacking:
 
     def _counted(
         self, nbytes: int, lane: ThreadLane, work: Callable[..., T], *args: object
-    ) -> Future[T]:
+    ) -> ThreadTask[T]:
         """Queue work in a thread, at whose end raw bytes are off the way."""
         with self._changed:
             self._ending += 1
@@ -274,7 +274,7 @@ class DevicePacking:
 
     def _made(
         self,
-        pieces: Mapping[str, Future[OnDevice]],
+        pieces: Mapping[str, ThreadTask[OnDevice]],
         make: Callable[[dict[str, OnDevice]], T],
     ) -> T:
         with self._on_device():
@@ -302,15 +302,9 @@ def take_device_memory(nbytes: int, device: torch.device) -> None:
             torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def packed_here(plan: PackingPlan) -> Future[OnDevice]:
+def packed_here(plan: PackingPlan) -> ThreadTask[OnDevice]:
     """Pack a tensor where it is and bring it to host memory, in the calling thread."""
-    return _done(OnDevice(plan.packed().to("cpu")))
-
-
-def _done(piece: OnDevice) -> Future[OnDevice]:
-    done: Future[OnDevice] = Future()
-    done.set_result(piece)
-    return done
+    return ThreadTask.of(OnDevice(plan.packed().to("cpu")))
 
 
 def _copy_parts(ct: CompressedTensor, record: TensorRecord, image: torch.Tensor) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import Future
 
 import torch
 
 from ..engine.memory.host import HostBuffer
+from ..engine.tasks import ThreadTask
 from ..engine.transfer.lanes import StreamLane, ThreadLane
 from ..engine.transfer.staging import StagingBuffer, StagingRing
 from ..engine.transfer.timing import DeviceClock
@@ -90,8 +90,8 @@ class FileReader:
             memory.close()
 
 
-def _reading(buffer: StagingBuffer[str]) -> Future[None]:
-    assert isinstance(buffer.ready, Future)
+def _reading(buffer: StagingBuffer[str]) -> ThreadTask[None]:
+    assert isinstance(buffer.ready, ThreadTask)
     return buffer.ready
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from types import TracebackType
@@ -14,6 +13,7 @@ import torch
 
 from ..devices import checked_device
 from ..engine.codecs import RowCodec
+from ..engine.tasks import ThreadTask
 from ..engine.transfer.lanes import Mark, wait_on_host
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .device_packing import DevicePacking, OnDevice, packed_here, take_device_memory
@@ -31,7 +31,7 @@ MIN_UPLOAD_BYTES = 1 << 20
 class _Piece:
     """A tensor that is packed or on its way, and what it is packed from."""
 
-    packed: Future[OnDevice]
+    packed: ThreadTask[OnDevice]
     shape: tuple[int, ...]
     order: tuple[int, ...]
     raw_nbytes: int
@@ -123,9 +123,9 @@ class WeightPacker:
         self._tensors_bytes = tensors_bytes
         self._lanes: DevicePacking | None = None
         self._incomplete: dict[str, dict[str, _Piece]] = {}
-        self._on_way: dict[str, Future[PackedUnit]] = {}
+        self._on_way: dict[str, ThreadTask[PackedUnit]] = {}
         self._done: dict[str, PackedUnit] = {}
-        self._uploads: list[Future[Mark]] = []
+        self._uploads: list[ThreadTask[Mark]] = []
         self._completed: list[str] = []
         self._finished = False
         self._file = None if disk is None else WeightFile(disk, list(self._wanted))
@@ -255,8 +255,7 @@ class WeightPacker:
             for piece in pieces.values():
                 held = piece.packed.result()
                 if held.made is not None:
-                    piece.packed = Future()
-                    piece.packed.set_result(held.on_host())
+                    piece.packed = ThreadTask.of(held.on_host())
                 nbytes += piece.raw_nbytes
                 piece.raw_nbytes = 0
         return nbytes

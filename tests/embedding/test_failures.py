@@ -10,7 +10,6 @@ import pickle
 import random
 import sys
 import threading
-from concurrent.futures import Future
 
 import pytest
 import torch
@@ -18,6 +17,7 @@ import torch
 import bitslab.embedding
 from bitslab import BitslabError, CompressedTable
 from bitslab.embedding.prefetch import Prefetched
+from bitslab.engine.tasks import ThreadTask
 from tests import pairwise
 from tests.embedding.on_device import on_simulated_gpu
 from tests.embedding.support import Pair, check_map
@@ -148,7 +148,7 @@ def test_a_prefetch_that_fails_is_no_error(monkeypatch):
         pair.rows.prefetch(torch.tensor([25, 26]))
         prefetched = pair.rows.row_store.prefetched
         assert isinstance(prefetched, Prefetched)
-        assert isinstance(prefetched._rows, Future)
+        assert isinstance(prefetched._rows, ThreadTask)
         assert isinstance(prefetched._rows.exception(), ZeroDivisionError)
     pair.train((25, 26, 27), (1, 2, 3, 4, 5, 6), (25, 26))
     pair.check()

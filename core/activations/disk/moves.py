@@ -5,12 +5,12 @@ from __future__ import annotations
 import threading
 import time
 import zlib
-from concurrent.futures import Future
 from typing import Any
 
 import torch
 
-from ...engine.transfer import Mark, ThreadTask, wait_on_host
+from ...engine.tasks import ThreadTask
+from ...engine.transfer import Mark, wait_on_host
 from ...errors import BitslabError
 from .budget import WriteBudget
 from .tensor_file import DiskError
@@ -64,7 +64,7 @@ def write_piece(counters: Counters, stored: Stored, piece: Piece, verify: bool) 
     stripe, part = piece.extent.stripe, data[piece.begin : piece.end]
     begin = time.perf_counter()
     try:
-        if isinstance(after, Future):
+        if isinstance(after, ThreadTask):
             after.result()
         if verify:
             piece.crc32 = zlib.crc32(part.numpy().data)
@@ -158,6 +158,6 @@ def read_piece(reading: Reading, piece: Piece, verify: bool) -> None:
 
 def forwarded(data: torch.Tensor, out: torch.Tensor | None, after: Mark | None) -> torch.Tensor:
     """Return bytes that are still in memory, in a thread that has waited for them."""
-    if isinstance(after, Future):
+    if isinstance(after, ThreadTask):
         after.result()
     return data if out is None else out.copy_(data)

@@ -14,7 +14,8 @@ import torch
 from ...engine.memory import Reservation, host_arena
 from ...engine.memory.locks import call_after_fork
 from ...engine.memory.pieces import Pending
-from ...engine.transfer import Mark, ThreadLane, ThreadTask
+from ...engine.tasks import ThreadTask
+from ...engine.transfer import Mark, ThreadLane
 from ...engine.transfer.lanes import CLOSE_SECONDS
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
 from ..limits import bytes_to_reserve
@@ -405,9 +406,7 @@ class DiskTier:
         self, data: torch.Tensor, out: torch.Tensor | None, after: Mark | None
     ) -> ThreadTask[torch.Tensor]:
         if out is None and after is None:
-            task: ThreadTask[torch.Tensor] = ThreadTask()
-            task.set_result(data)
-            return task
+            return ThreadTask.of(data)
         with self._counters.lock:
             self._counters.reads += 1
         task = self._load_lane.run(forwarded, data, out, after, after=after)

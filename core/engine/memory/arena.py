@@ -7,11 +7,11 @@ import os
 import threading
 import weakref
 from collections import deque
-from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from ...errors import ArgumentError, BitslabError
+from ..tasks import ThreadTask, Workers
 from . import host, page_locking
 from .free_ranges import FreeRanges
 from .host import HostBuffer, Pin
@@ -54,7 +54,7 @@ class Arena:
         self._returned: deque[Taken] = deque()
         self._deferred: deque[tuple[list[Event], Taken]] = deque()
         self._dedicated: weakref.WeakSet[HostBuffer] = weakref.WeakSet()
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads: Workers | None = None
         #: Of each kind the most bytes that were taken at a time.
         self._most_taken_bytes: dict[Kind, int] = {}
 
@@ -96,10 +96,10 @@ class Arena:
 
     def reserve_soon(
         self, nbytes: int, *, pin: Pin = True, private: bool = True
-    ) -> Future[Reservation]:
+    ) -> ThreadTask[Reservation]:
         """Return so many bytes of a new buffer, from a thread; free memory is `reserve`'s.
 
-        The error of a buffer that cannot be had is that of the future.
+        The error of a buffer that cannot be had is that of the task.
         """
         kind = Kind(pin, private)
         self._return_surplus(nbytes, kind)
@@ -107,8 +107,8 @@ class Arena:
         device = torch.cuda.current_device() if on_gpu else None
         with self._lock:
             if self._threads is None:
-                self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix=THREAD_NAME)
-        return self._threads.submit(self._reserve_new_on, nbytes, kind, device)
+                self._threads = Workers(THREAD_NAME, THREADS)
+        return self._threads.submit(self._reserve_new_on, (nbytes, kind, device))
 
     def free_bytes(self, *, pin: Pin = True, private: bool = True) -> int:
         """Return the bytes that `reserve` has free for these arguments, in ranges of any size."""

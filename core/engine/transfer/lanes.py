@@ -9,12 +9,8 @@ stream.
 from __future__ import annotations
 
 import os
-import queue
-import threading
-import time
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -22,6 +18,7 @@ import torch
 from ..kernels.cuda.driver import current_device, driver, ready, this_thread
 from ..kernels.cuda.stream import on_stream
 from ..memory.locks import call_after_fork
+from ..tasks import ThreadTask, Workers
 from .events import StreamEvent
 
 CLOSE_SECONDS = 30.0  # work that takes longer outlives `close` in its (daemon) thread
@@ -32,7 +29,7 @@ T_co = TypeVar("T_co", covariant=True)
 #: What streams and the host wait for.
 Event = torch.cuda.Event | StreamEvent
 #: When work on a lane is done: an event on a stream, the task of a thread.
-Mark = torch.cuda.Event | StreamEvent | Future[Any]
+Mark = torch.cuda.Event | StreamEvent | ThreadTask[Any]
 
 
 class Task(Protocol[T_co]):
@@ -41,7 +38,7 @@ class Task(Protocol[T_co]):
     def done(self) -> bool:
         """Return whether it is done; waits for nothing."""
 
-    def wait(self) -> None:
+    def wait(self) -> object:
         """Wait until it is done: the host for a thread, torch's current stream for a stream."""
 
     def exception(self) -> BaseException | None:
@@ -114,7 +111,7 @@ class StreamLane:
         """Run what comes next after a mark; the host waits for a task of a thread."""
         if mark is None:
             return
-        if isinstance(mark, Future):
+        if isinstance(mark, ThreadTask):
             wait_on_host(mark)
         else:
             mark.wait(self.stream)  # `stream.wait_event` calls this
@@ -160,7 +157,7 @@ class StreamLane:
         """
         stream = self.stream
         if after is not None:
-            if isinstance(after, Future):
+            if isinstance(after, ThreadTask):
                 wait_on_host(after)
             else:
                 after.wait(stream)
@@ -341,39 +338,6 @@ class StreamTask:
         return self._result
 
 
-class ThreadTask(Future[T]):
-    """Work of a thread.
-
-    What asks for one that went well takes no lock.
-    """
-
-    _went_well = False
-    _value: T
-
-    def set_result(self, result: T) -> None:
-        """Record the result, and wake those that wait for it."""
-        self._value = result
-        super().set_result(result)
-        self._went_well = True  # from now on nothing changes
-
-    def done(self) -> bool:
-        """Return whether it is done, has failed or was cancelled."""
-        return self._went_well or super().done()
-
-    def result(self, timeout: float | None = None) -> T:
-        """Return its result, or raise its error; wait for it."""
-        return self._value if self._went_well else super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Return its error, or None; wait for it."""
-        return None if self._went_well else super().exception(timeout)
-
-    def wait(self) -> None:
-        """Wait until it is done, has failed or was cancelled; raise nothing."""
-        if not self.done():
-            wait([self])
-
-
 class ThreadLane:
     """Threads of their own, which take work in order: one thread, or several at a time.
 
@@ -409,7 +373,7 @@ class ThreadLane:
         call_after_fork(self)
 
     def _open(self, closed: bool = False) -> None:
-        self._workers = _Workers(self.name, self.threads, closed)
+        self._workers = Workers(self.name, self.threads, closed)
         self._finalize = weakref.finalize(self, self._workers.close, CLOSE_SECONDS)
 
     def after_fork(self) -> None:
@@ -452,93 +416,6 @@ class ThreadLane:
         self.__init__(**state)  # type: ignore[misc]
 
 
-#: A task with the function and arguments that it calls; None ends a thread.
-_Item = tuple[ThreadTask[Any], Callable[..., Any], tuple[Any, ...]] | None
-
-
-class _Workers:
-    """The threads of a lane and their queue, in one process."""
-
-    def __init__(self, name: str, most: int, closed: bool) -> None:
-        self._name, self._most = name, most
-        self._process = os.getpid()
-        self._items: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        # No work may be queued behind the end; entered again by a collection that closes.
-        self._lock = threading.RLock()
-        self._threads: list[threading.Thread] = []
-        # An interrupt may come between a thread's start and its entry above. So threads take the
-        # places themselves, and one that finds none ends: never do more of them work than `most`.
-        self._places = list(range(most))
-        self._serving: list[threading.Thread] = []
-        self.closed = closed
-
-    def submit(self, work: Callable[..., T], args: tuple[Any, ...]) -> ThreadTask[T]:
-        task: ThreadTask[T] = ThreadTask()
-        with self._lock:
-            if self.closed:
-                _cancel(task)
-                return task
-            if len(self._threads) < self._most:
-                given = self._items, self._places, self._serving
-                thread = threading.Thread(target=_serve, args=given, name=self._name, daemon=True)
-                thread.start()
-                self._threads.append(thread)
-            self._items.put((task, work, args))
-        return task
-
-    def close(self, seconds: float | None) -> None:
-        if os.getpid() != self._process:
-            return  # a forked child has the queue and locks, in any state, but no thread
-        with self._lock:
-            if self.closed:
-                return
-            self.closed = True
-            while True:
-                try:
-                    item = self._items.get_nowait()
-                except queue.Empty:
-                    break
-                if item is not None:
-                    _cancel(item[0])
-            for _ in range(self._most):
-                self._items.put(None)
-        end = None if seconds is None else time.monotonic() + seconds
-        for thread in {*self._threads, *self._serving}:
-            # The garbage collector may run this in one of them.
-            if thread is not threading.current_thread():
-                thread.join(None if end is None else max(0.0, end - time.monotonic()))
-
-
-def _cancel(task: Future[Any]) -> None:
-    task.cancel()
-    task.set_running_or_notify_cancel()  # wakes those that wait for it
-
-
-def _serve(
-    items: queue.SimpleQueue[_Item], places: list[int], serving: list[threading.Thread]
-) -> None:
-    try:
-        places.pop()
-    except IndexError:  # all are taken
-        return
-    serving.append(threading.current_thread())
-    while (item := items.get()) is not None:
-        _do(*item)
-        item = None  # an idle thread keeps nothing alive
-
-
-def _do(task: ThreadTask[Any], work: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    if not task.set_running_or_notify_cancel():
-        return
-    try:
-        result = work(*args)
-    except BaseException as error:  # whatever it is, it is the caller's
-        task.set_exception(error)
-        del task  # which the error's traceback would hold in a cycle
-    else:
-        task.set_result(result)
-
-
 def _after(mark: Mark, work: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     wait_on_host(mark)
     return work(*args)
@@ -551,7 +428,7 @@ def new_event() -> torch.cuda.Event:
 
 def record_on(stream: torch.cuda.Stream, mark: Mark | None = None) -> torch.cuda.Event:
     """Return an event behind all that is queued on a stream: `mark`, or a new one."""
-    if mark is None or isinstance(mark, Future):
+    if mark is None or isinstance(mark, ThreadTask):
         mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
     mark.record(stream)
     return mark  # type: ignore[return-value] # of the kind that was given
@@ -569,7 +446,7 @@ def copy_on(stream: torch.cuda.Stream, target: int, source: int, nbytes: int) ->
 
 def wait_on_host(mark: Mark) -> None:
     """Wait for a mark in the calling thread; an error of a task is not raised."""
-    if not isinstance(mark, Future):
+    if isinstance(mark, ThreadTask):
+        mark.wait()
+    else:
         mark.synchronize()
-    elif not mark.done():  # `wait` takes long, even for what is done
-        wait([mark])

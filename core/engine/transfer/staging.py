@@ -8,11 +8,11 @@ the same way back: a stream fills page-locked memory from a GPU, and a thread dr
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Sequence
-from concurrent.futures import Future
 from typing import Any, Generic, Literal, TypeVar, overload
 
 import torch
 
+from ..tasks import ThreadTask
 from .lanes import Lane, Mark, record_on
 
 Key = TypeVar("Key", bound=Hashable)
@@ -30,9 +30,9 @@ class StagingBuffer(Generic[Key]):
     ----------
     key : hashable or None
         What it holds, or is being filled with.
-    ready : torch.cuda.Event, Future or None
+    ready : torch.cuda.Event, ThreadTask or None
         When it is filled.
-    released : torch.cuda.Event, Future or None
+    released : torch.cuda.Event, ThreadTask or None
         When nobody uses its last content any more.
     turn : int
         The ring's number of the time it was filled last.
@@ -57,8 +57,8 @@ class StagingBuffer(Generic[Key]):
     def in_thread(self) -> bool:
         """Whether a thread is filling or draining it, for which the host would wait."""
         ready, released = self.ready, self.released
-        return (isinstance(ready, Future) and not ready.done()) or (
-            isinstance(released, Future) and not released.done()
+        return (isinstance(ready, ThreadTask) and not ready.done()) or (
+            isinstance(released, ThreadTask) and not released.done()
         )
 
     def fill(self, lane: Lane, work: Callable[..., Any], /, *args: Any) -> None:
@@ -73,14 +73,14 @@ class StagingBuffer(Generic[Key]):
 
         An error of a thread that fills it is that of draining it, too.
         """
-        if isinstance(self.ready, Future):
+        if isinstance(self.ready, ThreadTask):
             args, work = (self.ready, work, *args), _checked
         self.released = lane.run(work, *args, after=self.ready, mark=self.released)
 
     def use(self, stream: torch.cuda.Stream) -> None:
         """Make a stream wait until another one has filled it."""
         if self.ready is not None:
-            assert not isinstance(self.ready, Future)
+            assert not isinstance(self.ready, ThreadTask)
             self.ready.wait(stream)
 
     def release(self, stream: torch.cuda.Stream) -> None:
@@ -161,6 +161,6 @@ def _by_turn(buffer: StagingBuffer[Any]) -> tuple[bool, int]:
     return buffer.key is not None, buffer.turn
 
 
-def _checked(ready: Future[Any], work: Callable[..., Any], *args: Any) -> Any:
+def _checked(ready: ThreadTask[Any], work: Callable[..., Any], *args: Any) -> Any:
     ready.result()
     return work(*args)

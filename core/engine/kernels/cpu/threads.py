@@ -18,12 +18,12 @@ import functools
 import os
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from ...tasks import Workers
 from ..format import BLOCK_ROWS
 
 T = TypeVar("T")
@@ -34,28 +34,26 @@ BYTES_PER_THREAD = 1 << 15
 POOL_BYTES = 2 << 20
 
 _lock = threading.Lock()
-_pool: ThreadPoolExecutor | None = None
-_pool_threads = 0
+_pool: Workers | None = None
 _forked = False
 
 
 def _after_fork() -> None:
     """Drop the parent's pool and team in a forked child: their threads do not exist there."""
-    global _pool, _pool_threads, _lock, _forked
-    _pool, _pool_threads, _lock, _forked = None, 0, threading.Lock(), True
+    global _pool, _lock, _forked
+    _pool, _lock, _forked = None, threading.Lock(), True
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
 
 
-def _get_pool(threads: int) -> ThreadPoolExecutor:
-    global _pool, _pool_threads
+def _get_pool(threads: int) -> Workers:
+    global _pool
     with _lock:
-        if _pool is None or _pool_threads < threads:
-            # A smaller pool that another thread still uses ends with its last reference.
-            _pool = ThreadPoolExecutor(threads, thread_name_prefix="bitslab")
-            _pool_threads = threads
+        if _pool is None:
+            _pool = Workers("bitslab", threads)
+        _pool.allow(threads)
         return _pool
 
 
@@ -77,9 +75,9 @@ def run_ranges(work: Callable[[int, int], T], n_rows: int, bytes_per_row: int) -
     step = -(-step // BLOCK_ROWS) * BLOCK_ROWS
     ranges = [(begin, min(begin + step, n_rows)) for begin in range(0, n_rows, step)]
     pool = _get_pool(threads)
-    futures = [pool.submit(work, begin, end) for begin, end in ranges[1:]]
+    others = [pool.submit(work, each) for each in ranges[1:]]
     first = work(*ranges[0])
-    return [first, *(future.result() for future in futures)]
+    return [first, *(task.result() for task in others)]
 
 
 class Team:
