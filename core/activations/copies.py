@@ -138,7 +138,7 @@ class StoredCopy:
         Whether other bits than those of the original may come back.
     host : torch.Tensor or HostPiece or None
         On the host: the bytes, or the blob at its beginning.
-    stored : Event, Future or None
+    stored : Event, ThreadTask or None
         When `host` is filled.
     blob : SentBlob or None
         What is known of the encoded bytes in `host`.
@@ -152,7 +152,7 @@ class StoredCopy:
         Its result are the bytes that come back from the disk, uint8 on the host.
     fetched : torch.Tensor or None
         uint8 on the device, what is coming back from the host.
-    arrived : Event, Future or None
+    arrived : Event, ThreadTask or None
         When `fetched` is filled.
     restored : torch.Tensor or None
         ``[n]`` as `flat`, while saved tensors that were not read yet will want it.

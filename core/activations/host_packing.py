@@ -40,7 +40,7 @@ class RawOnHost:
     ----------
     host : torch.Tensor
         uint8 ``[n]``.
-    stored : Event or Future
+    stored : Event or ThreadTask
         When it is filled.
     elements : int
         Number of elements.
@@ -140,7 +140,7 @@ class HostPacking:
 
         Returns
         -------
-        Future
+        ThreadTask
             Of an event behind the copy to a GPU; of None on a CPU.
         """
         if isinstance(lane, StreamLane):

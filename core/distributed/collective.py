@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from datetime import timedelta
 from typing import Any
 
@@ -54,7 +53,7 @@ class ExchangeWork(dist.Work):
         seconds = timeout.total_seconds() if timeout else None
         try:
             self._finish(seconds)
-        except futures.TimeoutError:  # before Python 3.11 another class
+        except TimeoutError:
             if self._done():
                 raise
             raise TimeoutError(f"timeout: the exchange takes longer than {seconds} s") from None

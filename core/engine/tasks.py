@@ -23,6 +23,7 @@ T = TypeVar("T")
 _RUNS, _CANCELLED = "runs", "cancelled"
 #: Whoever waits looks again after so long: an interrupt may come before a waker's last line.
 LOOK_AGAIN_SECONDS = 1.0
+CLOSE_SECONDS = 30.0  # work that takes longer outlives `close` in its (daemon) thread
 
 
 class ThreadTask(Generic[T]):
@@ -45,6 +46,10 @@ class ThreadTask(Generic[T]):
         task.set_result(value)
         return task
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies and pickles: nobody would do their work."""
+        raise TypeError("a task of a thread cannot be copied or pickled")
+
     def claim(self) -> bool:
         """Return whether the thread that calls is to do the work: nobody has cancelled it."""
         # Whoever comes first writes it: a thread that runs it, or who cancels it.
@@ -52,10 +57,13 @@ class ThreadTask(Generic[T]):
 
     def cancel(self) -> bool:
         """Cancel work that no thread has begun; return whether it is cancelled."""
-        if self.__dict__.setdefault("_claimed_by", _CANCELLED) is _RUNS:
+        if self._went_well or self._error is not None:
             return False
-        self._over()
-        return True
+        try:
+            return self.__dict__.setdefault("_claimed_by", _CANCELLED) is not _RUNS
+        finally:
+            if self._claimed_by is _CANCELLED:
+                self._over()
 
     def cancelled(self) -> bool:
         """Return whether it was cancelled."""
@@ -73,7 +81,8 @@ class ThreadTask(Generic[T]):
             self._over()
 
     def set_exception(self, error: BaseException) -> None:
-        """Record an error, and wake those that wait."""
+        """Record an error, which is not None, and wake those that wait."""
+        assert error is not None
         self._error = error
         self._over()
 
@@ -82,9 +91,11 @@ class ThreadTask(Generic[T]):
 
         What it raises is logged.
         """
-        self.__dict__.setdefault("_callbacks", deque()).append(call)
-        if self.done():
-            self._call()
+        try:
+            self.__dict__.setdefault("_callbacks", deque()).append(call)
+        finally:
+            if self.done():
+                self._call()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is done, has failed or was cancelled; raise nothing.
@@ -189,8 +200,8 @@ class Workers:
     def allow(self, most: int) -> None:
         """Allow so many threads, or as many as before, if these were more."""
         with self._lock:
-            self._places.extend(range(self._most, most))
-            self._most = max(self._most, most)
+            before, self._most = self._most, max(self._most, most)
+            self._places.extend(range(before, self._most))
 
     def submit(self, work: Callable[..., T], args: tuple[Any, ...]) -> ThreadTask[T]:
         """Queue ``work(*args)``; a task of closed ones is cancelled."""
@@ -207,8 +218,10 @@ class Workers:
             self._items.put((task, work, args))
         return task
 
-    def close(self, seconds: float | None) -> None:
-        """Cancel work that has not begun, and end the threads. Again: nothing.
+    def close(self, seconds: float | None = CLOSE_SECONDS) -> None:
+        """Cancel work that has not begun, and end the threads.
+
+        Due at the interpreter's exit: a thread inside an operation of torch would abort it.
 
         Parameters
         ----------
@@ -218,16 +231,10 @@ class Workers:
         if os.getpid() != self._process:
             return  # a forked child has the queue and locks, in any state, but no thread
         with self._lock:
-            if self.closed:
-                return
             self.closed = True
-            while True:
-                try:
-                    item = self._items.get_nowait()
-                except queue.Empty:
-                    break
-                if item is not None:
-                    item[0].cancel()
+            self._cancel_queued()
+            # Of each place, also where an interrupt has left some of another close: a thread that
+            # has ended takes none.
             for _ in range(self._most):
                 self._items.put(None)
         end = None if seconds is None else time.monotonic() + seconds
@@ -235,6 +242,21 @@ class Workers:
             # The garbage collector may run this in one of them.
             if thread is not threading.current_thread():
                 thread.join(None if end is None else max(0.0, end - time.monotonic()))
+
+    def _cancel_queued(self) -> None:
+        item: _Item = None
+        while True:
+            try:
+                item = self._items.get_nowait()
+                if item is not None:
+                    item[0].cancel()
+                item = None
+            except queue.Empty:
+                return
+            except BaseException:  # an interrupt: nobody waits forever for what was taken out
+                if item is not None:
+                    item[0].cancel()
+                raise
 
 
 def _serve(

@@ -113,7 +113,9 @@ class DevicePacking:
         self._imaging = ThreadLane(f"{THREAD_NAME}-image", 1 if images_in_turn else IMAGE_THREADS)
         self._downloads = StreamLane(device)
         self._of_thread = threading.local()
-        self._changed = threading.Condition()
+        # Entered by itself: an interrupt inside the condition's own code would leave it taken.
+        self._mutex = threading.RLock()
+        self._changed = threading.Condition(self._mutex)
         self._bytes_on_way = 0
         self._ending = 0  # images and uploads, whose end makes room
 
@@ -130,7 +132,7 @@ class DevicePacking:
             Called where no image or upload is under way whose end would make room: takes other
             tensors off the GPU and returns their raw bytes.
         """
-        with self._changed:
+        with self._mutex:
             while self._bytes_on_way and self._bytes_on_way + nbytes > self._limit_bytes:
                 if not self._ending:
                     self._bytes_on_way -= make_room()
@@ -196,7 +198,7 @@ class DevicePacking:
         self, nbytes: int, lane: ThreadLane, work: Callable[..., T], *args: object
     ) -> ThreadTask[T]:
         """Queue work in a thread, at whose end raw bytes are off the way."""
-        with self._changed:
+        with self._mutex:
             self._ending += 1
         task = lane.submit(work, *args)
         task.add_done_callback(lambda _: self._arrived(nbytes))
@@ -233,7 +235,7 @@ class DevicePacking:
 
     def wait(self) -> None:
         """Wait until no image or upload is under way."""
-        with self._changed:
+        with self._mutex:
             while self._ending:
                 self._changed.wait()
 
@@ -281,7 +283,7 @@ class DevicePacking:
             return make({name: piece.result() for name, piece in pieces.items()})
 
     def _arrived(self, nbytes: int) -> None:
-        with self._changed:
+        with self._mutex:
             self._ending -= 1
             self._bytes_on_way -= nbytes
             self._changed.notify_all()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from typing import Any
 
 import pytest
 
@@ -141,7 +144,7 @@ interrupts, end = 0, time.monotonic() + 3
 while time.monotonic() < end:
     try:
         signal.setitimer(signal.ITIMER_REAL, 1e-5 + interrupts % 97 * 3e-6)
-        while True:
+        for _ in range(1000):  # one that comes while garbage is collected is not raised
             work()
     except KeyboardInterrupt:
         interrupts += 1
@@ -153,3 +156,73 @@ print(interrupts > 100)
 """
     done = run_forked(["-c", code], timeout_s=90)
     assert (done.returncode, done.stdout) == (0, "True\n"), done.stderr
+
+
+def test_what_is_under_way_ends_before_the_interpreter() -> None:
+    """A daemon thread that is inside an operation of torch at the very end aborts the process."""
+    code = """
+import threading, time, torch
+from bitslab.engine.kernels.cpu import threads
+
+begun = threading.Event()
+
+def work():
+    begun.set()
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        torch.ones(1000).sum()
+    print("done")
+
+threads._get_pool(2).submit(work, ())
+begun.wait(20)
+"""
+    done = run_forked(["-c", code], timeout_s=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "done\n", "")
+
+
+def test_pieces_of_pieces_are_done_by_who_waits_for_them() -> None:
+    """Where all threads of the pool wait for pieces that none of them has begun."""
+    code = """
+import faulthandler, threading, torch
+from bitslab.engine.kernels.cpu.threads import run_ranges
+
+faulthandler.dump_traceback_later(30, exit=True)
+torch.set_num_threads(2)
+together = threading.Barrier(4)
+
+def outer(begin, end):
+    together.wait(20)
+    return sum(run_ranges(lambda a, b: b - a, 64, 1 << 20))
+
+found = []
+callers = [
+    threading.Thread(target=lambda: found.append(run_ranges(outer, 64, 1 << 20)))
+    for _ in range(2)
+]
+for caller in callers:
+    caller.start()
+for caller in callers:
+    caller.join()
+print(found)
+"""
+    done = run_forked(["-c", code], timeout_s=60)
+    assert (done.returncode, done.stdout) == (0, "[[64, 64], [64, 64]]\n"), done.stderr
+
+
+def test_a_closed_pool_leaves_the_work_to_the_caller() -> None:
+    workers = Workers("closed", 1)
+    workers.close(20)
+    assert workers.submit(int, ("7",)).cancelled()
+
+
+@pytest.mark.parametrize("make", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_tasks_are_not_copied(make: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match="cannot be copied"):
+        make(ThreadTask())
+
+
+def test_a_task_that_is_done_is_not_cancelled() -> None:
+    failed: ThreadTask[int] = ThreadTask()
+    failed.set_exception(ZeroDivisionError())
+    for task in (ThreadTask.of(3), failed):
+        assert not task.cancel() and not task.cancelled()

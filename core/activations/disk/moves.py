@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 import zlib
-from typing import Any
 
 import torch
 
@@ -18,32 +18,63 @@ from .tickets import Piece, State, Stored
 
 
 class Counters:
-    """What threads of a tier count, and what they may still write today."""
+    """What threads of a tier count, and what they may still write today.
+
+    What is queued and what is read are looked up where it is asked for: a number that is raised
+    here and lowered there would be wrong forever behind an interrupt between both.
+    """
 
     def __init__(self, budget: WriteBudget | None) -> None:
         self.budget = budget
         self.lock = threading.Lock()
         self.idle = threading.Condition(self.lock)
-        self.queued_bytes = 0
-        self.reads = 0  # that are under way
+        self._queued: dict[Stored, None] = {}
+        self._reading: weakref.WeakSet[ThreadTask[torch.Tensor]] = weakref.WeakSet()
         self.written_bytes = self.read_bytes = 0
         self.write_seconds = self.read_seconds = 0.0
         self.forwarded_bytes = self.cancelled_bytes = self.failed_bytes = 0
         self.refused_bytes: dict[str, int] = {"behind": 0, "full": 0, "failed": 0, "budget": 0}
 
-    def read(self, task: object) -> None:
-        """Count a read that is over."""
+    @property
+    def queued_bytes(self) -> int:
+        """Bytes that wait to be written, or are being written. With the lock held."""
+        for stored in [each for each in self._queued if not each.pending_bytes]:
+            del self._queued[stored]
+        return sum(stored.pending_bytes for stored in self._queued)
+
+    @property
+    def reads(self) -> int:
+        """Reads that are under way. With the lock held."""
+        return sum(not task.done() for task in self._reading)
+
+    def enter_queue(self, stored: Stored) -> None:
+        """Count what waits of a ticket from now on."""
         with self.lock:
-            self.reads -= 1
-            self.idle.notify_all()
+            self._queued[stored] = None
 
     def left_queue(self, nbytes: int, *, cancelled: bool = False, refused: bool = False) -> None:
-        """Count bytes that wait no more: written, cancelled, or refused after all."""
+        """Record that bytes wait no more: written, cancelled, or refused after all."""
         with self.lock:
-            self.queued_bytes = max(0, self.queued_bytes - nbytes)  # a closed tier counts none
             self.cancelled_bytes += nbytes if cancelled else 0
             if self.budget is not None and (cancelled or refused):
                 self.budget.give_back(nbytes)
+            self.idle.notify_all()
+
+    def forget_queue(self) -> None:
+        """Count what closed threads have cancelled."""
+        with self.lock:
+            self.cancelled_bytes += self.queued_bytes
+            self._queued.clear()
+            self.idle.notify_all()
+
+    def begin_read(self, task: ThreadTask[torch.Tensor]) -> None:
+        """Count a read until it is over, or nobody knows of it."""
+        with self.lock:
+            self._reading.add(task)
+        task.add_done_callback(self._read)
+
+    def _read(self, task: object) -> None:
+        with self.lock:
             self.idle.notify_all()
 
 
@@ -107,27 +138,27 @@ class Reading:
         self.stored = stored  # whose extents are not given to others meanwhile
         self.out = out
         self.task: ThreadTask[torch.Tensor] = ThreadTask()
-        with counters.lock:
-            counters.reads += 1
-        self.task.add_done_callback(counters.read)
-        self._left = len(stored.pieces)
+        counters.begin_read(self.task)
+        self._left = set(stored.pieces)
         self._error: BaseException | None = None
         self._lock = threading.Lock()
 
-    def watch(self, task: ThreadTask[None]) -> None:
-        """Count a piece's task when it is done."""
-        task.add_done_callback(self._done)
+    def watch(self, piece: Piece, task: ThreadTask[None]) -> None:
+        """Count a piece when its task is done."""
+        task.add_done_callback(lambda done: self._done(piece, done))
 
-    def _done(self, task: Any) -> None:
+    def _done(self, piece: Piece, task: ThreadTask[None]) -> None:
         closed = task.cancelled()
-        self.over(BitslabError("this DiskTier is closed") if closed else task.exception())
+        self.over(piece, BitslabError("this DiskTier is closed") if closed else task.exception())
 
-    def over(self, error: BaseException | None) -> None:
-        """Count a piece that is over: read, where there is no error."""
+    def over(self, piece: Piece, error: BaseException | None) -> None:
+        """Count a piece that is over: read, where there is no error. Again: nothing."""
         with self._lock:
+            if piece not in self._left:
+                return
             self._error = self._error or error
-            self._left -= 1
-            last = self._left == 0
+            self._left.discard(piece)
+            last = not self._left
         if not last:
             return
         if self._error is not None:

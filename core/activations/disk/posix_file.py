@@ -27,7 +27,7 @@ from ...engine.files.positioned import read_into, write_from
 from ...engine.files.writeback import start_writeback
 from ...engine.memory.host import HostBuffer
 from ...engine.memory.locks import call_after_fork
-from ...engine.transfer.lanes import CLOSE_SECONDS
+from ...engine.tasks import CLOSE_SECONDS
 from .tensor_file import ALIGN_BYTES, DiskError
 
 #: Memory that does not begin at a multiple of ALIGN_BYTES is copied through a buffer of so many.

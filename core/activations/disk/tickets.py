@@ -56,6 +56,11 @@ class Stored:
         self.dropped = False
         self.lock = threading.Lock()
 
+    @property
+    def pending_bytes(self) -> int:
+        """Bytes that wait to be written, or are being written."""
+        return sum(p.nbytes for p in self.pieces if p.state in (State.WAITS, State.WRITING))
+
     def drop(self) -> None:
         """Let threads pass over what waits. Takes no lock: the garbage collector may run it."""
         self.dropped = True
@@ -85,9 +90,7 @@ class Ticket:
     @property
     def pending(self) -> bool:
         """Whether any of it waits to be written, or is being written."""
-        if self._stored is None:
-            return False
-        return any(p.state in (State.WAITS, State.WRITING) for p in self._stored.pieces)
+        return self._stored is not None and self._stored.pending_bytes > 0
 
     @property
     def error(self) -> BaseException | None:

@@ -14,9 +14,8 @@ import torch
 from ...engine.memory import Reservation, host_arena
 from ...engine.memory.locks import call_after_fork
 from ...engine.memory.pieces import Pending
-from ...engine.tasks import ThreadTask
+from ...engine.tasks import CLOSE_SECONDS, ThreadTask
 from ...engine.transfer import Mark, ThreadLane
-from ...engine.transfer.lanes import CLOSE_SECONDS
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
 from ..limits import bytes_to_reserve
 from .budget import DAY_S, WriteBudget
@@ -254,23 +253,27 @@ class DiskTier:
         with self._lock:
             if self._closed:
                 raise BitslabError("this DiskTier is closed")
-            made = self._taken(data, after)
-            if isinstance(made, Stored):
-                ticket, left = Ticket(made), list(made.pieces)
-                try:
-                    while left:
+            stored = Stored(data, after)
+            sent = 0
+            try:
+                why = self._place(stored)
+                if why is None:
+                    ticket = Ticket(stored)
+                    for piece in stored.pieces:
                         self._store_lane.submit(
-                            write_piece, self._counters, made, left[0], self.verify
+                            write_piece, self._counters, stored, piece, self.verify
                         )
-                        del left[0]
-                except BaseException:
-                    for piece in left:  # an interruption leaves nothing in the queue
-                        self._counters.left_queue(piece.nbytes, cancelled=True)
-                    raise
-                self._warn_of_wear()
-                return ticket
+                        sent += 1
+                    self._warn_of_wear()
+                    return ticket
+            except BaseException:
+                stored.drop()
+                for piece in stored.pieces[sent:]:  # an interruption leaves nothing in the queue
+                    piece.state = State.CANCELLED
+                    self._counters.left_queue(piece.nbytes, cancelled=True)
+                raise
         with self._counters.lock:
-            self._counters.refused_bytes[made] += data.shape[0]
+            self._counters.refused_bytes[why] += data.shape[0]
         return None
 
     def takes(self, nbytes: int) -> bool:
@@ -298,15 +301,16 @@ class DiskTier:
         if all(stripe.error is not None for stripe in stripes):
             return "failed"
         with counters.lock:
-            if counters.queued_bytes and counters.queued_bytes + nbytes > self.queue_bytes:
+            queued_bytes = counters.queued_bytes
+            if queued_bytes and queued_bytes + nbytes > self.queue_bytes:
                 return "behind"
             if counters.budget is not None and nbytes > counters.budget.left_bytes:
                 return "budget"
         return None
 
-    def _taken(self, data: torch.Tensor, after: Mark | None) -> Stored | Refusal:
-        """Return what is to be written, its place taken; or why it is not."""
-        nbytes = data.shape[0]
+    def _place(self, stored: Stored) -> Refusal | None:
+        """Take the place of what is to be written, and count it; or return why it is not taken."""
+        nbytes = stored.nbytes
         counters = self._counters
         why = self._refusal(nbytes)
         if why is not None:
@@ -314,16 +318,17 @@ class DiskTier:
         with counters.lock:
             if counters.budget is not None and not counters.budget.take(nbytes):
                 return "budget"
-            counters.queued_bytes += nbytes
-        stored = Stored(data, after)
+        pieces = []
         for begin in range(0, nbytes, self._request_bytes):
             end = min(begin + self._request_bytes, nbytes)
             extent = self._take(end - begin)
             if extent is None:
                 counters.left_queue(nbytes, refused=True)
                 return "full"
-            stored.pieces.append(Piece(extent, begin, end))
-        return stored
+            pieces.append(Piece(extent, begin, end))
+        stored.pieces = pieces
+        counters.enter_queue(stored)
+        return None
 
     def _take(self, nbytes: int) -> Extent | None:
         """Return an extent of the next folder, or of one that has room."""
@@ -394,11 +399,11 @@ class DiskTier:
         try:
             while left:
                 task = self._load_lane.submit(read_piece, reading, left[0], self.verify)
+                reading.watch(left[0], task)
                 del left[0]
-                reading.watch(task)
         except BaseException as error:
-            for _ in left:  # an interruption leaves no read that is waited for
-                reading.over(error)
+            for piece in left:  # an interruption leaves no read that is waited for
+                reading.over(piece, error)
             raise
         return reading.task
 
@@ -407,10 +412,8 @@ class DiskTier:
     ) -> ThreadTask[torch.Tensor]:
         if out is None and after is None:
             return ThreadTask.of(data)
-        with self._counters.lock:
-            self._counters.reads += 1
         task = self._load_lane.run(forwarded, data, out, after, after=after)
-        task.add_done_callback(self._counters.read)
+        self._counters.begin_read(task)
         return task
 
     @property
@@ -481,16 +484,9 @@ class DiskTier:
                         self._errors[stripe.file.path] = stripe.error
         for lane in lanes:
             lane.close()
-        self._forget_queue()
+        self._counters.forget_queue()
         for stripe in idle:
             stripe.file.close()
-
-    def _forget_queue(self) -> None:
-        """Count what closed lanes have cancelled."""
-        with self._counters.lock:
-            self._counters.cancelled_bytes += self._counters.queued_bytes
-            self._counters.queued_bytes = 0
-            self._counters.idle.notify_all()
 
     def stats(self) -> dict[str, Any]:
         """Return what was moved.
@@ -555,7 +551,7 @@ class DiskTier:
             self._reservation = None
         for lane in (self._store_lane, self._load_lane):
             lane.close()
-        self._forget_queue()
+        self._counters.forget_queue()
         for stripe in self._stripes:
             stripe.file.close()
 

@@ -108,6 +108,7 @@ class Arena:
         with self._lock:
             if self._threads is None:
                 self._threads = Workers(THREAD_NAME, THREADS)
+                weakref.finalize(self, self._threads.close)
         return self._threads.submit(self._reserve_new_on, (nbytes, kind, device))
 
     def free_bytes(self, *, pin: Pin = True, private: bool = True) -> int:

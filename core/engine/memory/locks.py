@@ -7,7 +7,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -54,65 +54,58 @@ class ReadersAndWriter:
     readers that come later wait for the writer. A thread that is inside as a reader may enter as
     one again (the garbage collector may run anybody's code in it); what could never end, a writer
     that waits for its own thread, is an error instead.
+
+    Each thread reads under a lock of its own, which nothing but a writer ever makes it wait for,
+    and a writer takes them all. They are entered and left by ``with`` alone, and not by Python
+    code: an interrupt leaves none of them taken.
     """
 
     def __init__(self) -> None:
-        # Entered by itself, since the condition does so through more calls.
-        self._mutex = threading.RLock()
-        self._changed = threading.Condition(self._mutex)
-        self._depths: dict[int, int] = {}  # of the threads that read
-        self._writers_waiting = 0
-        self._writing_thread: int | None = None
+        self._readers: dict[int, contextlib.AbstractContextManager[bool]] = {}  # by thread
+        self._mutex = threading.Lock()  # of the writer, and of who adds a reader
+        self._writer: int | None = None  # the thread that is inside, or waits for readers
         self._events: dict[
             tuple[torch.device, int], tuple[torch.cuda.Event, torch.cuda.Stream]
         ] = {}
+        self._events_mutex = threading.Lock()
 
-    def reading(self) -> ReadersAndWriter:
-        """Return the lock as a context manager of a reader."""
-        return self
+    def reading(self) -> contextlib.AbstractContextManager[bool]:
+        """Return what a reader is inside of, for a ``with`` in the calling thread.
 
-    def __enter__(self) -> None:
+        Raises
+        ------
+        BitslabError
+            In a thread that is inside as the writer.
+        """
         me = threading.get_ident()
-        with self._mutex:
-            if self._writing_thread == me:
+        own = self._readers.get(me)
+        if self._writer is not None:
+            if self._writer == me:
                 raise BitslabError("table: read from inside its own change")
-            if me not in self._depths:
-                while self._writing_thread is not None or self._writers_waiting:
-                    self._changed.wait()
-            self._depths[me] = self._depths.get(me, 0) + 1
-
-    def __exit__(self, *error: object) -> None:
-        me = threading.get_ident()
-        with self._mutex:
-            self._depths[me] -= 1
-            if not self._depths[me]:
-                del self._depths[me]
-                if self._writers_waiting:  # nobody else waits for readers
-                    self._changed.notify_all()
+            if own is None or not _is_held(own):
+                with self._mutex:  # behind the writer, who else might never come in
+                    pass
+        if own is None:
+            with self._mutex:
+                own = self._readers.setdefault(me, threading.RLock())
+        return own
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[None]:
         """Hold the lock as the only one inside, with no GPU read in flight."""
         me = threading.get_ident()
-        with self._changed:
-            if self._writing_thread == me or me in self._depths:
-                raise BitslabError("table: changed or closed from inside its own gather or change")
-            self._writers_waiting += 1
+        own = self._readers.get(me)
+        if self._writer == me or (own is not None and _is_held(own)):
+            raise BitslabError("table: changed or closed from inside its own gather or change")
+        with self._mutex:
             try:
-                while self._writing_thread is not None or self._depths:
-                    self._changed.wait()
-                self._writing_thread = me
+                self._writer = me
+                with _all_of(list(self._readers.values())):
+                    for event, _ in list(self._events.values()):
+                        event.synchronize()
+                    yield
             finally:
-                self._writers_waiting -= 1
-                self._changed.notify_all()  # readers, when this wait was interrupted
-        try:
-            for event, _ in self._events.values():
-                event.synchronize()
-            yield
-        finally:
-            with self._changed:
-                self._writing_thread = None
-                self._changed.notify_all()
+                self._writer = None
 
     def mark_gpu_read(self, device: torch.device) -> None:
         """Record, as a reader, that work on the current stream of a GPU reads what is guarded.
@@ -122,10 +115,29 @@ class ReadersAndWriter:
         if torch.cuda.is_current_stream_capturing():
             return
         key = (device, stream_pointer(device))
-        with self._changed:
+        with self._events_mutex:
             found = self._events.get(key)
             if found is None:
                 event = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 found = self._events[key] = (event, torch.cuda.current_stream(device))
             event, stream = found
             event.record(stream)
+
+
+@contextlib.contextmanager
+def _all_of(locks: list[contextlib.AbstractContextManager[bool]]) -> Iterator[None]:
+    """Hold all locks."""
+    if not locks:
+        yield
+        return
+    with locks[0], _all_of(locks[1:]):
+        yield
+
+
+def _is_held(lock: Any) -> bool:
+    """Return whether the calling thread holds an `RLock`."""
+    try:
+        threading.Condition(lock).notify()  # nobody waits
+    except RuntimeError:
+        return False
+    return True

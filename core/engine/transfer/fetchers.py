@@ -17,8 +17,8 @@ import torch
 
 from ...errors import ArgumentError, ArgumentTypeError, BitslabError
 from ..kernels.cuda import kernels_on
-from ..tasks import ThreadTask
-from .lanes import CLOSE_SECONDS, StreamLane, ThreadLane
+from ..tasks import CLOSE_SECONDS, ThreadTask
+from .lanes import StreamLane, ThreadLane
 from .staging import StagingBuffer
 
 THREAD_NAME = "bitslab-prefetch"

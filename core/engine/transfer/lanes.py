@@ -18,10 +18,8 @@ import torch
 from ..kernels.cuda.driver import current_device, driver, ready, this_thread
 from ..kernels.cuda.stream import on_stream
 from ..memory.locks import call_after_fork
-from ..tasks import ThreadTask, Workers
+from ..tasks import CLOSE_SECONDS, ThreadTask, Workers
 from .events import StreamEvent
-
-CLOSE_SECONDS = 30.0  # work that takes longer outlives `close` in its (daemon) thread
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)

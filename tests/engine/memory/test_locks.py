@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 import time
 
@@ -75,14 +76,15 @@ def test_a_writer_comes_in_though_readers_never_stop():
             with lock.reading():
                 time.sleep(0.002)
 
+    def write() -> None:
+        with lock.writing():
+            pass
+
     threads = [start(read) for _ in range(4)]
     for _ in range(5):
-        writer = start(lambda: lock.writing().__enter__())
+        writer = start(write)
         writer.join(20)
         assert not writer.is_alive()
-        with lock._changed:
-            lock._writing_thread = None
-            lock._changed.notify_all()
     stop.set()
     for thread in threads:
         thread.join(20)
@@ -97,7 +99,7 @@ def test_a_reader_may_enter_again_while_a_writer_waits():
 
     with lock.reading():
         writer = start(write)
-        wait_for(lambda: lock._writers_waiting)
+        wait_for(lambda: lock._writer is not None)
         with lock.reading():
             order.append("reader")
         order.append("still inside")
@@ -127,36 +129,72 @@ def test_a_body_that_raises_leaves():
         pass
 
 
-def test_readers_go_on_when_a_waiting_writer_is_interrupted(monkeypatch):
+def test_readers_go_on_when_a_waiting_writer_is_interrupted(alarms):
     lock = ReadersAndWriter()
-    waited, read = threading.Event(), threading.Event()
+    inside, leave = threading.Event(), threading.Event()
 
-    def write() -> None:
-        real = lock._changed.wait
-        me = threading.get_ident()
-
-        def interrupted(timeout=None):
-            if threading.get_ident() != me:
-                return real(timeout)
-            waited.set()
-            real(0.2)
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(lock._changed, "wait", interrupted)
-        with pytest.raises(KeyboardInterrupt), lock.writing():
-            raise AssertionError
+    def read() -> None:
+        with lock.reading():
+            inside.set()
+            assert leave.wait(20)
 
     def read_after() -> None:
         with lock.reading():
-            read.set()
+            pass
 
-    with lock.reading():
-        writer = start(write)
-        assert waited.wait(20)
-        reader = start(read_after)
-        writer.join(20)
-        assert read.wait(20)
-        reader.join(20)
+    reader = start(read)
+    assert inside.wait(20)
+    signal.setitimer(signal.ITIMER_REAL, 0.2)
+    with pytest.raises(KeyboardInterrupt), lock.writing():
+        raise AssertionError
+    later = start(read_after)
+    later.join(20)
+    assert not later.is_alive()
+    leave.set()
+    reader.join(20)
+    with lock.writing():
+        pass
+
+
+@pytest.fixture
+def alarms():
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("kind", ["reading", "writing"])
+def test_interrupts_at_any_line_leave_nobody_inside(kind, alarms):
+    lock = ReadersAndWriter()
+
+    def enter() -> None:
+        for _ in range(2):
+            with getattr(lock, kind)():
+                pass
+
+    end, interrupts = time.monotonic() + 1.5, 0
+    while time.monotonic() < end:
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 1e-5 + interrupts % 97 * 1e-6)
+            for _ in range(1000):  # one that comes while garbage is collected is not raised
+                enter()
+        except KeyboardInterrupt:
+            interrupts += 1
+
+    def write() -> None:
+        with lock.writing():
+            pass
+
+    writer = start(write)
+    writer.join(20)
+    assert not writer.is_alive() and interrupts > 100
+    with lock.writing():
+        pass
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")

@@ -17,13 +17,14 @@ import ctypes
 import functools
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from ...tasks import Workers
+from ...tasks import ThreadTask, Workers
 from ..format import BLOCK_ROWS
 
 T = TypeVar("T")
@@ -53,6 +54,7 @@ def _get_pool(threads: int) -> Workers:
     with _lock:
         if _pool is None:
             _pool = Workers("bitslab", threads)
+            weakref.finalize(_pool, _pool.close)  # at exit: holds it
         _pool.allow(threads)
         return _pool
 
@@ -74,10 +76,22 @@ def run_ranges(work: Callable[[int, int], T], n_rows: int, bytes_per_row: int) -
     step = -(-n_rows // threads)
     step = -(-step // BLOCK_ROWS) * BLOCK_ROWS
     ranges = [(begin, min(begin + step, n_rows)) for begin in range(0, n_rows, step)]
-    pool = _get_pool(threads)
-    others = [pool.submit(work, each) for each in ranges[1:]]
-    first = work(*ranges[0])
-    return [first, *(task.result() for task in others)]
+    others: list[ThreadTask[T]] = []
+    try:
+        pool = _get_pool(threads)
+        for each in ranges[1:]:
+            others.append(pool.submit(work, each))
+        found = [work(*ranges[0])]
+        for task, each in zip(others, ranges[1:], strict=True):
+            # What no thread has begun, as where all of them are waiting here themselves.
+            found.append(work(*each) if task.cancel() else task.result())
+        return found
+    except BaseException:
+        # The caller may give the memory back that they read and write.
+        for task in others:
+            if not task.cancel():
+                task.wait()
+        raise
 
 
 class Team:
