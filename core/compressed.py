@@ -27,6 +27,7 @@ from .engine.files.new_file import PathLike, replacing
 from .engine.kernels.format import MAX_ROW_BYTES
 from .engine.row_map import MIN_ROW_BYTES, as_rows, natural_row_elements, row_map
 from .errors import ArgumentError, ArgumentTypeError
+from .options import check_path
 
 Index = SupportsIndex | slice | torch.Tensor | Sequence[Any] | np.ndarray[Any, Any]
 
@@ -449,8 +450,8 @@ def save_file(
 
     Raises
     ------
-    ArgumentError
-        When a name or metadata key cannot be stored.
+    ArgumentError, ArgumentTypeError
+        When a name or metadata key cannot be stored, or an argument is of another type.
     OSError
         When the file cannot be written.
 
@@ -465,6 +466,7 @@ def save_file(
     >>> cts = {"a": bitslab.compress(torch.zeros(100, 64)), "b": bitslab.compress(torch.ones(3))}
     >>> bitslab.save_file(cts, "both.safetensors", {"model": "example"})  # doctest: +SKIP
     """
+    check_path(path)
     with replacing(path) as temporary:
         write_file(tensors, temporary, metadata)
 
@@ -475,6 +477,10 @@ def write_file(
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write compressed tensors straight to `path`; the part of `save_file` that is not atomic."""
+    if not isinstance(tensors, Mapping):
+        raise ArgumentTypeError(
+            f"tensors: expected compressed tensors by name, got {type(tensors).__name__}"
+        )
     for name, ct in tensors.items():
         if not isinstance(ct, AnyCompressed):
             raise ArgumentTypeError(
@@ -568,4 +574,5 @@ def read_file(
     each tensor the comparisons of checksums that take long, for the caller to make, who also
     decodes all rows: damaged ones are found then.
     """
+    check_path(path)
     return CompressedFile(*read_tensors(path, CompressedTensor, each, CompressedBlob, later))

@@ -13,6 +13,7 @@ from .engine.codecs import BlobCodec, RowCodec
 from .engine.codecs.base import elements
 from .engine.files.new_file import PathLike, replacing
 from .errors import ArgumentTypeError
+from .options import check_path
 
 Kind = TypeVar("Kind", bound="Compressed")
 
@@ -82,5 +83,6 @@ class Compressed(ABC):
 
     def save(self, path: PathLike) -> None:
         """Write the tensor to a file that `load` reads; see `save_file`."""
+        check_path(path)
         with replacing(path) as temporary:
             write_tensors(temporary, {"tensor": cast(AnyTensor, self)})

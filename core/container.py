@@ -231,6 +231,8 @@ class StreamedFile:
 
 
 def _check_metadata(metadata: Mapping[str, str] | None) -> None:
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise ArgumentTypeError(f"metadata: expected str by str, got {type(metadata).__name__}")
     for key, text in (metadata or {}).items():
         if not isinstance(key, str) or not isinstance(text, str):
             raise ArgumentTypeError(f"metadata: {key!r}: {text!r}; keys and values must be str")

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-from .errors import ArgumentError
+from .errors import ArgumentError, ArgumentTypeError
 
 SAFETENSORS = (".safetensors", ".bitslab")
 TORCH = (".pt", ".pth", ".bin")
@@ -18,6 +18,12 @@ PLOT_EXTENSIONS = (".png", ".svg", ".pdf")
 LINK_GBPS = 55.0
 #: What a GPU decodes, in bytes of output.
 DECODE_GBPS = 1500.0
+
+
+def check_path(path: object) -> None:
+    """Refuse what is no path, by its name."""
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise ArgumentTypeError(f"path: expected str or os.PathLike, got {path!r:.60}")
 
 
 def checked_extension(path: str | os.PathLike[str], accepted: tuple[str, ...]) -> str:

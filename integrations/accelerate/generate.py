@@ -183,7 +183,9 @@ class _Schedule:
     def __init__(self, attached: OffloadedModel, batches: list[_Batch]) -> None:
         self._attached = attached
         self._batches = batches
-        self._change = threading.Condition()
+        # Entered by itself: an interrupt inside the condition's own code would leave it taken.
+        self._mutex = threading.RLock()
+        self._change = threading.Condition(self._mutex)
         self._running: _Batch | None = None
         self._held_unit: str | None = None
         self._failed = False
@@ -210,13 +212,13 @@ class _Schedule:
             for batch in self._batches:
                 assert batch.thread is not None
                 batch.thread.start()
-            with self._change:
+            with self._mutex:
                 self._choose()
             for batch in self._batches:
                 assert batch.thread is not None
                 batch.thread.join()
         finally:
-            with self._change:
+            with self._mutex:
                 self._failed = self._failed or not all(batch.done for batch in self._batches)
                 self._change.notify_all()
             for batch in self._batches:
@@ -239,10 +241,10 @@ class _Schedule:
                 batch.result = batch.call()
         except BaseException as error:  # raised by `run`
             batch.error = error
-            with self._change:
+            with self._mutex:
                 self._failed = True
         finally:
-            with self._change:
+            with self._mutex:
                 batch.done = True
                 self._choose()
 
@@ -254,14 +256,14 @@ class _Schedule:
         batch.random = _Random(self._attached.device)
         batch.unit = unit
         batch.entered += 1
-        with self._change:
+        with self._mutex:
             self._choose()
         self._wait(batch)
         if self._held_unit != unit:
             self._hold(unit)
 
     def _wait(self, batch: _Batch) -> None:
-        with self._change:
+        with self._mutex:
             self._change.wait_for(lambda: self._running is batch or self._failed)
             if self._failed:
                 raise _Stopped

@@ -102,9 +102,9 @@ def take_pages(
     try:
         for _ in range(1, threads):
             thread = threading.Thread(target=take, daemon=True)
+            others.append(thread)  # before an interrupt of its start
             with contextlib.suppress(RuntimeError):  # the system has none left
                 thread.start()
-            others.append(thread)
         take()
     finally:  # of an interrupt: nobody is to take pages of memory that its owner unmaps
         pieces.stop()
