@@ -148,7 +148,8 @@ class ThreadTask(Generic[T]):
                 self._waiting.popleft().release()
             except IndexError:  # another thread was faster
                 break
-        self._call()
+        if self._callbacks:
+            self._call()
 
     def _call(self) -> None:
         while self._callbacks:

@@ -8,12 +8,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from bitslab.engine.tasks import ThreadTask, Workers
 from tests.forked import run_forked
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -115,16 +118,15 @@ def test_more_threads_are_allowed_later(workers: Workers) -> None:
 @pytest.mark.parametrize("pool", ["lane", "ranges"])
 def test_interrupts_at_any_line_leave_threads_that_work(pool: str) -> None:
     code = f"""
-import faulthandler, signal, time
+import faulthandler, sys, time
 import torch
+sys.path.insert(0, {str(ROOT)!r})
 from bitslab.engine.kernels.cpu.threads import run_ranges
 from bitslab.engine.transfer import ThreadLane
+from tests.interrupts import interrupt_often
 faulthandler.dump_traceback_later(60, exit=True)
 torch.set_num_threads(2)
 lane = ThreadLane("interrupted")
-
-def interrupt(*_):
-    raise KeyboardInterrupt
 
 def lane_work():
     tasks = [lane.submit(time.sleep, 0) for _ in range(4)]
@@ -137,17 +139,9 @@ def ranges():
     assert len(run_ranges(lambda begin, end: end - begin, 64, 1 << 20)) == 2
 
 work = {{"lane": lane_work, "ranges": ranges}}["{pool}"]
-signal.signal(signal.SIGALRM, interrupt)
 for _ in range(4):  # starts all threads: how these are interrupted is tested with lanes
     work()
-interrupts, end = 0, time.monotonic() + 3
-while time.monotonic() < end:
-    try:
-        signal.setitimer(signal.ITIMER_REAL, 1e-5 + interrupts % 97 * 3e-6)
-        for _ in range(1000):  # one that comes while garbage is collected is not raised
-            work()
-    except KeyboardInterrupt:
-        interrupts += 1
+interrupts = interrupt_often(work, 3, 3e-6)
 for _ in range(100):
     lane_work()
     ranges()

@@ -38,8 +38,6 @@ class Counters:
     @property
     def queued_bytes(self) -> int:
         """Bytes that wait to be written, or are being written. With the lock held."""
-        for stored in [each for each in self._queued if not each.pending_bytes]:
-            del self._queued[stored]
         return sum(stored.pending_bytes for stored in self._queued)
 
     @property
@@ -55,6 +53,8 @@ class Counters:
     def left_queue(self, nbytes: int, *, cancelled: bool = False, refused: bool = False) -> None:
         """Record that bytes wait no more: written, cancelled, or refused after all."""
         with self.lock:
+            for stored in [each for each in self._queued if not each.pending_bytes]:
+                del self._queued[stored]
             self.cancelled_bytes += nbytes if cancelled else 0
             if self.budget is not None and (cancelled or refused):
                 self.budget.give_back(nbytes)

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import signal
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,42 +12,23 @@ import torch
 from bitslab.activations.disk import DiskTier
 from tests.activations.disk.test_tier import KIB, RATES, random_bytes, stored
 from tests.activations.disk.waiting import WAIT_S
-
-
-@pytest.fixture
-def alarms(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    # One that comes in a finaliser is not raised, but shown; pytest would keep its frames.
-    monkeypatch.setattr(sys, "unraisablehook", lambda _: None)
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
+from tests.interrupts import interrupt_often
 
 
 @pytest.mark.parametrize("drained", [False, True], ids=["from-memory", "from-file"])
-def test_interrupts_at_any_line_leave_nothing_under_way(
-    drained: bool, tmp_path: Path, alarms: None
-) -> None:
+def test_interrupts_at_any_line_leave_nothing_under_way(drained: bool, tmp_path: Path) -> None:
     data = random_bytes(150 * KIB)  # three pieces
-    end, interrupts = time.monotonic() + 1.5, 0
     with DiskTier(tmp_path, rates=RATES) as tier:
         known = stored(tier, data)  # starts the threads
         assert tier.drain(WAIT_S)
         assert torch.equal(tier.fetch(known).result(WAIT_S), data)
-        while time.monotonic() < end:
-            try:
-                signal.setitimer(signal.ITIMER_REAL, 1e-5 + interrupts % 97 * 5e-6)
-                for _ in range(100):
-                    ticket = known if drained else tier.store(data)
-                    if ticket is not None:
-                        tier.fetch(ticket)
-            except KeyboardInterrupt:
-                interrupts += 1
-        ticket = None
+
+        def move() -> None:
+            ticket = known if drained else tier.store(data)
+            if ticket is not None:
+                tier.fetch(ticket)
+
+        interrupts = interrupt_often(move, 1.5, 5e-6)
         gc.collect()
         assert interrupts > 100
         assert tier.drain(WAIT_S)

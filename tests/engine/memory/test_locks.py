@@ -11,6 +11,7 @@ import pytest
 
 from bitslab import BitslabError
 from bitslab.engine.memory.locks import ReadersAndWriter, call_after_fork
+from tests.interrupts import interrupt_often
 
 
 def start(target, *arguments) -> threading.Thread:
@@ -129,7 +130,18 @@ def test_a_body_that_raises_leaves():
         pass
 
 
-def test_readers_go_on_when_a_waiting_writer_is_interrupted(alarms):
+@pytest.fixture
+def alarm_interrupts():
+    def interrupt(*_) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    yield
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    signal.signal(signal.SIGALRM, before)
+
+
+def test_readers_go_on_when_a_waiting_writer_is_interrupted(alarm_interrupts):
     lock = ReadersAndWriter()
     inside, leave = threading.Event(), threading.Event()
 
@@ -156,20 +168,8 @@ def test_readers_go_on_when_a_waiting_writer_is_interrupted(alarms):
         pass
 
 
-@pytest.fixture
-def alarms():
-    def interrupt(*_) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGALRM, interrupt)
-    yield
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("kind", ["reading", "writing"])
-def test_interrupts_at_any_line_leave_nobody_inside(kind, alarms):
+def test_interrupts_at_any_line_leave_nobody_inside(kind):
     lock = ReadersAndWriter()
 
     def enter() -> None:
@@ -177,14 +177,7 @@ def test_interrupts_at_any_line_leave_nobody_inside(kind, alarms):
             with getattr(lock, kind)():
                 pass
 
-    end, interrupts = time.monotonic() + 1.5, 0
-    while time.monotonic() < end:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 1e-5 + interrupts % 97 * 1e-6)
-            for _ in range(1000):  # one that comes while garbage is collected is not raised
-                enter()
-        except KeyboardInterrupt:
-            interrupts += 1
+    interrupts = interrupt_often(enter, 1.5, 1e-6)
 
     def write() -> None:
         with lock.writing():
