@@ -14,7 +14,8 @@ The peak of activations is what the device held at most in a step beyond weights
 "planned 55%" has a limit at 55 % of what keeping takes, "planned 3%" the least memory found for 3 %
 of a step; with --at-peaks the planner is also given the peak of every peer. The fastest step
 counts; each step has fresh ids. Gradients are those of the first layer's parameters for the same
-ids and dropout, beside those of keeping.
+ids and dropout, beside those of keeping; "keep" has those of keeping once more, which differ where
+attention adds in any order.
 """
 
 from __future__ import annotations
@@ -309,7 +310,8 @@ def shape_rows(name: str, arguments: argparse.Namespace, report: Report) -> Rows
             kept = made["keep"][0]
             row["times keep"] = row["step ms"] / kept["step ms"]
             row["lower"] = f"{1 - row['activations MB'] / kept['activations MB']:.0%}"
-            row["gradients"] = difference(made[way][2], made["keep"][2])
+            found = job.gradients(nullcontext()) if way == "keep" else made[way][2]
+            row["gradients"] = difference(found, made["keep"][2])
         if peer != way:
             row["times the peer"] = row["step ms"] / made[peer][0]["step ms"]
         rows.append(row)

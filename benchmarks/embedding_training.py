@@ -10,6 +10,8 @@ Wall time of a step in microseconds, fresh ids for each, one wait at the end of 
 - ``FBGEMM``: SplitTableBatchedEmbeddingBags, where fbgemm_gpu and its backward pass are installed:
   UVM caching, with all rows resident the GPU's memory; its fused SGD, and rowwise Adagrad, which
   keeps one number a row where Adagrad keeps a row.
+- ``Adagrad, row-wise``: RowWiseAdagrad, which keeps one number a row too, where TorchRec is
+  installed.
 - ``ColossalAI``: its CachedEmbeddingBag, where its folder is given and a batch fits its cache.
 
 ``misses`` and ``written``: rows a step. A cache of 100 % holds all rows: its limit is 1.3 times
@@ -39,8 +41,22 @@ Rows = list[dict[str, Any]]
 Step = Callable[[torch.Tensor], None]
 WARM_UP = 8
 QUEUED_STEPS = 12  # that surely fit in a GPU's queue
-OPTIMIZERS = {"SGD, sparse": (torch.optim.SGD, True), "Adagrad": (torch.optim.Adagrad, False)}
-OF_FBGEMM = {"SGD, sparse": "EXACT_SGD", "Adagrad": "EXACT_ROWWISE_ADAGRAD"}
+ROW_WISE = "Adagrad, row-wise"
+OPTIMIZERS: dict[str, tuple[Callable[..., torch.optim.Optimizer], bool]] = {
+    "SGD, sparse": (torch.optim.SGD, True),
+    "Adagrad": (torch.optim.Adagrad, False),
+}
+try:
+    from bitslab.integrations.torchrec.fused import RowWiseAdagrad
+
+    OPTIMIZERS[ROW_WISE] = RowWiseAdagrad, False
+except (ImportError, OSError) as error:
+    print(f"left out: {ROW_WISE}: {error}", file=sys.stderr)
+OF_FBGEMM = {
+    "SGD, sparse": "EXACT_SGD",
+    "Adagrad": "EXACT_ROWWISE_ADAGRAD",
+    ROW_WISE: "EXACT_ROWWISE_ADAGRAD",
+}
 LEARNING_RATE = 0.01
 ADDED_US, FACTOR, RESIDENT_FACTOR = 200.0, 1.5, 1.3
 
@@ -80,6 +96,8 @@ def _drawn(n_rows: int, arguments: argparse.Namespace) -> dict[tuple[str, int], 
 
 def _step_of(bag: torch.nn.Module, name: str) -> Step:
     optimizer = OPTIMIZERS[name][0](bag.parameters(), lr=LEARNING_RATE)
+    if name == ROW_WISE and isinstance(bag, CachedEmbeddingBag):
+        bag.attach_optimizer(optimizer, row_wise=True)
 
     def step(ids: torch.Tensor) -> None:
         optimizer.zero_grad()
@@ -117,7 +135,8 @@ def _of_a_cache(
 ) -> Rows:
     sparse, found = OPTIMIZERS[name][1], list[dict[str, Any]]()
     row_bytes = weight.shape[1] * weight.element_size()
-    moved_bytes = row_bytes * (1 if sparse else 2)  # with Adagrad's sums
+    # With Adagrad's sums.
+    moved_bytes = row_bytes + {"Adagrad": row_bytes, ROW_WISE: 4}.get(name, 0)
     bag = CachedEmbeddingBag.from_pretrained(
         weight,
         freeze=False,

@@ -190,6 +190,13 @@ class TokenBuffer:
         """Forget what was planned: words lie elsewhere."""
         self._decodings.clear()
 
+    def clear(self) -> None:
+        """Give the memory back, behind what reads it; the next `fetch` takes it anew."""
+        self.content = None
+        self._decodings.clear()
+        self._readers.clear()
+        self._memory = self._memory.new_empty(0)
+
     def fetch(
         self,
         histories: Sequence[PackedHistory],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
@@ -77,6 +78,8 @@ class HistoryReader:
         self._words = [WordBuffer(self.device, streams) for _ in range(n) if streams is not None]
         self._tokens = [TokenBuffer(self.device, streams) for _ in range(n) if streams is not None]
         self._word_turn = self._token_turn = 0
+        # Of each layer, K or what is read alone, where its tokens were decoded last.
+        self._decoded: WeakSet[PackedHistory] = WeakSet()
         self.chosen = RowGatherer(self.link, self.sm_budget)
         # Of segments, by their key: those that the stream for decoding reads, and the current one.
         self._ids: dict[tuple[int, ...], torch.Tensor] = {}
@@ -279,6 +282,22 @@ class HistoryReader:
                 "accepted are histories that were read"
             )
 
+    def reads_words(self, histories: Sequence[PackedHistory]) -> None:
+        """Note that histories which `read` has returned are read as they are packed from now on.
+
+        Once all are, the buffers of decoded tokens are given back: those of a long prompt hold
+        one layer's K and V each.
+
+        Parameters
+        ----------
+        histories : sequence of PackedHistory
+            Of this reader; the K and V of a layer.
+        """
+        self._decoded.discard(histories[0])
+        if not self._decoded:
+            for buffer in self._tokens:
+                buffer.clear()
+
     def row_numbers(self, segment: Segment) -> torch.Tensor:
         """Return the row numbers of a segment, `Segment.ids`, for the current stream."""
         return _shared_ids(self._current_ids, segment)
@@ -308,6 +327,7 @@ class HistoryReader:
             self._word_turn = (self._words.index(words) + 1) % BUFFERS
         # Not that of a layer that has yet to be read, as long as there is another.
         buffer = next_free(self._tokens, 0) or self._tokens[self._token_turn]
+        self._decoded.add(histories[0])
         buffer.fetch(histories, words, self._ids_of, self.sm_budget)
         return buffer
 

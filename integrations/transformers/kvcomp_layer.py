@@ -248,7 +248,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         self, query: torch.Tensor, padding: Padding | None, options: Mapping[str, Any]
     ) -> torch.Tensor | None:
         """Return attention to the tokens as they are packed; None where that is not served."""
-        assert self._attention is not None
+        assert self._attention is not None and self._reader is not None
         if not self._attention.serves(query):
             return None
         out = self._attention.attend(
@@ -259,7 +259,9 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
             first_valid=None if padding is None else padding.first_valid,
         )
         self.packed_passes += 1
-        self._stages = True
+        if not self._stages:
+            self._stages = True
+            self._reader.reads_words(self.histories)
         self._count(None)
         return out
 

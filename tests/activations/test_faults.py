@@ -182,7 +182,8 @@ def test_steps_when_page_locking_is_refused(
     expected = ["host memory for '0:0' cannot be had (the system refused to page-lock"]
     if device == "cuda":
         expected.insert(0, "the system refused to page-lock 67108864 bytes of host memory (on ")
-        monkeypatch.setattr(page_locking.registrar, "register", lambda *memory: "on purpose")
+        # Of the class: what monkeypatch puts back into an instance hides the class's from then on.
+        monkeypatch.setattr(page_locking.CudaRegistrar, "register", lambda *memory: "on purpose")
         monkeypatch.setattr(page_locking, "_warned_of_refusal", False)
         arena = Arena()  # which has nothing page-locked yet
         monkeypatch.setattr(host_room, "host_arena", lambda: arena)

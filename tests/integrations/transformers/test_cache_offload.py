@@ -310,6 +310,27 @@ def test_attention_reads_tiles_wherever_they_lie(share: float, crossing: None) -
     assert all(torch.allclose(a, b, atol=2e-5) for a, b in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("share", [True, 0.5, False], ids=str)
+def test_buffers_of_decoded_tokens_go_once_all_layers_read_tiles(
+    share: Any, crossing: None
+) -> None:
+    """A long prompt in chunks decodes one layer's history each time, and tokens behind it none."""
+    cache = cache_of("kvcomp", share)
+    cache._hands._config._attn_implementation = "bitslab"
+    passes = Pass(cache)
+    passes.run(200)
+    (made,) = cache._histories.readers.values()
+    for times in (1, 2):
+        passes.run(40)  # too many queries for the kernels of tiles
+        assert cache.stats()["dense_passes"] == times * LAYERS
+        decoded = sum(buffer.nbytes for buffer in made._tokens)
+        assert decoded > cache.stats()["packed_raw_bytes"] / LAYERS
+        before = made.buffer_bytes
+        passes.run(1)
+        assert sum(buffer.nbytes for buffer in made._tokens) == 0
+        assert made.buffer_bytes < before / 4
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_words_of_the_next_host_layer_cross_while_others_compute(
     kind: str, crossing: None, monkeypatch: pytest.MonkeyPatch

@@ -221,3 +221,46 @@ def test_whole_tiles_are_chosen(offload: bool) -> None:
     for tokens, every in zip(chosen.gathered.get(), (layer.keys, layer.values), strict=True):
         index = positions[:, :, 4:, None].expand(-1, -1, -1, tokens.shape[3])
         assert torch.equal(tokens[:, :, : index.shape[2]], every.gather(2, index))
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("error", [0.0, 0.3], ids=["lossless", "quantised"])
+def test_layers_on_two_gpus_with_padding(error: float, offload: bool) -> None:
+    """Masks are copied to the second GPU; its layers read tiles, and logits are those of one."""
+    from accelerate import dispatch_model
+
+    one, two = on_gpu("llama"), on_gpu("llama")
+    dispatch_model(
+        two,
+        {
+            "model.embed_tokens": 0,
+            "model.rotary_emb": 0,
+            "model.layers.0": 0,
+            "model.layers.1": 1,
+            "model.norm": 1,
+            "lm_head": 1,
+        },
+    )
+    assert next(two.model.layers[1].parameters()).device == torch.device("cuda", 1)
+    prompt, steps = prompt_of(batch=2, length=PROMPT).cuda(), prompt_of(batch=2, length=90).cuda()
+    found: list[list[torch.Tensor]] = []
+    for model in (one, two):
+        cache = kvcomp(model.config, error=error, offload=offload)
+        mask = torch.ones_like(prompt)
+        mask[0, :17] = 0
+        with torch.no_grad():
+            model(prompt[:, :-1], attention_mask=mask[:, :-1], past_key_values=cache)
+            settled(cache)
+            found.append([])
+            for t in range(steps.shape[1]):
+                mask = torch.nn.functional.pad(mask, (0, 1), value=1) if t else mask
+                step = steps[:, t : t + 1]
+                logits = model(step, attention_mask=mask, past_key_values=cache).logits
+                found[-1].append(logits.cpu())
+        devices = [layer.histories[0].device.index for layer in cache.layers]
+        assert devices == ([0, 0] if model is one else [0, 1])
+        if error:
+            assert cache.stats()["packed_passes"] == 2 * 90 and not cache.stats()["dense_passes"]
+    here, there = (torch.stack(each) for each in found)
+    assert (here - there).norm() < (0.02 if error else 1e-4) * here.norm()
