@@ -5,10 +5,12 @@ levels by token and pairs of tokens, in tiles of 64 tokens; values are normal, w
 different spread, and `step` is the step over the rms: 1 is fine, 2.5 coarse; "SmolLM2" are K and V
 of that model, two heads of 64 side by side as one of 128, with steps that keep its error of
 attention under 0.055, the same tiles again and again. "fixed" says that codes are plain fields of
-the narrowest width, read and written by the same kernels. Every repetition works
-on another of several inputs, each many times the size of the GPU's cache. Decoded values are
-compared with the twin of the CPU, and all of them with the bound. `pack` quantises once what
-`measure` and `encode` quantise each, as caches of K and V pack.
+the narrowest width, read and written by the same kernels. nvCOMP's ANS packs the bfloat16 values,
+and the same quantised codes as bytes, which it neither makes nor turns into values again: its rates
+are those of the entropy coder alone. Every repetition works on another of several inputs, each many
+times the size of the GPU's cache. Decoded values are compared with the twin of the CPU, and all of
+them with the bound. `pack` quantises once what `measure` and `encode` quantise each, as caches of K
+and V pack.
 
 python benchmarks/kvcomp_codec.py
 """
@@ -256,17 +258,60 @@ def lossless_row(side: str, dim: int, nbytes: int, copy: float, reps: int) -> di
 
 def nvcomp_rows(dim: int, nbytes: int, reps: int) -> Rows:
     """Measure nvCOMP's ANS on the same values, or nothing when it is not installed."""
+    nvcomp = _nvcomp()
+    if nvcomp is None:
+        return []
+    n = count(dim, nbytes)
+    inputs = [values("V", dim, n, seed).view(torch.int16).flatten() for seed in range(SETS)]
+    return [_ans_row(nvcomp, f"V, dim {dim}, nvCOMP ANS", "<f2", inputs, reps)]
+
+
+def code_rows(case: Case, reps: int) -> Rows:
+    """Measure nvCOMP's ANS on the codes of a case, or nothing when it is not installed.
+
+    Codes are bytes here, so that of finer steps the rarest ones are cut to -128 and 127.
+    """
+    nvcomp = _nvcomp()
+    if nvcomp is None:
+        return []
+    tables = case.fit("huffman")[0].tables().to(torch.device("cuda"))
+    inputs = [codes_of(x, tables).flatten() for x in case.inputs]
+    row = _ans_row(nvcomp, f"{case.name}, codes, nvCOMP ANS", "|u1", inputs, reps)
+    for name in ("ratio", "decode GB/s", "pack GB/s"):  # of bfloat16 values, of two bytes each
+        row[name] *= 2
+    return [row]
+
+
+def codes_of(x: torch.Tensor, tables: Any) -> torch.Tensor:
+    """Return tiles ``[tiles, TOKENS, dim]`` of all heads in turn quantised, as uint8."""
+    codes = torch.empty(x.shape, dtype=torch.int8, device=x.device)
+    for given, out in zip(
+        torch.split(x, 128 * HEADS), torch.split(codes, 128 * HEADS), strict=True
+    ):
+        by_head = given.view(-1, HEADS, *x.shape[1:])
+        steps, centers = steps_and_centers(by_head, tables)
+        found = ((by_head.float() - centers) / steps).round().clamp(-128, 127)
+        out.view(by_head.shape).copy_(found)
+    return codes.view(torch.uint8)
+
+
+def _nvcomp() -> Any:
+    """Return nvCOMP, or None when it is not installed, which is said."""
     try:
         from nvidia import nvcomp
     except ImportError as error:
         print(f"nvCOMP: left out: {error}", file=sys.stderr)
-        return []
-    n = count(dim, nbytes)
-    inputs = [values("V", dim, n, seed).view(torch.int16).flatten() for seed in range(SETS)]
-    row = nvcomp_row(nvcomp, f"V, dim {dim}, nvCOMP ANS", "ANS", "<f2", inputs, reps)
+        return None
+    return nvcomp
+
+
+def _ans_row(
+    nvcomp: Any, name: str, kind: str, inputs: list[torch.Tensor], reps: int
+) -> dict[str, Any]:
+    row = nvcomp_row(nvcomp, name, "ANS", kind, inputs, reps)
     row["pack GB/s"] = row.pop("encode GB/s")
     del row["plan"]
-    return [row]
+    return row
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Rows]:
@@ -285,7 +330,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Rows]:
         for side in ("K", "V"):
             inputs = [values(side, dim, count(dim, nbytes), seed) for seed in range(SETS)]
             for step in steps:
-                add(tile_row(normal(side, dim, step, inputs), "huffman", copy, reps))
+                case = normal(side, dim, step, inputs)
+                for row in (tile_row(case, "huffman", copy, reps), *code_rows(case, reps)):
+                    add(row)
             add(tile_row(normal(side, dim, 1.0, inputs), "fixed", copy, reps))
             del inputs
             add(lossless_row(side, dim, nbytes, copy, reps))
@@ -296,6 +343,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Rows]:
             case = smollm2(side, nbytes)
             for coder in ("huffman", "fixed"):
                 add(tile_row(case, coder, copy, reps))
+            for row in code_rows(case, reps):
+                add(row)
     except ModelMissingError as error:
         print(f"SmolLM2: left out: {error}", file=sys.stderr)
     return {"Coded tiles of K and V, bfloat16": rows}

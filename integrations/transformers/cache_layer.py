@@ -171,8 +171,14 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Whether packed words are read as they are, and not decoded first."""
         return False
 
-    def prefetch(self) -> None:
-        """Start to fetch and decode what the next `update` returns; waits for nothing."""
+    def prefetch(self, new_tokens: int | None = None) -> None:
+        """Start to fetch and decode what the next `update` returns; waits for nothing.
+
+        Parameters
+        ----------
+        new_tokens : int, optional
+            Of a sequence, which that update is to have, where they are known.
+        """
         if self._reader is None:
             return
         if self.scores is not None:

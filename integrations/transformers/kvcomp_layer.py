@@ -88,6 +88,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         self.unfit = ""
         self.packed_passes = self.dense_passes = 0
         self._stages: bool | None = None  # whether attention read packed words last
+        self._dense_tokens = 0  # new ones of the last pass that did not
         self._attention: PackedAttention | None = None
         self._forget()
 
@@ -124,7 +125,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         if self.lossless or self.scores is not None or not self._hands.now:
             if self.packed_tokens and not self.lossless:
                 self.dense_passes += 1
-            self._stages = False
+            self._stages, self._dense_tokens = False, 0
             return super().append(key_states, value_states)
         if self._stages is None:
             self._stages = True
@@ -149,12 +150,22 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         """Whether attention read packed words last, as they are."""
         return bool(self._stages)
 
-    def prefetch(self) -> None:
-        """Start to fetch what attention reads next: words alone if it read those last."""
+    def prefetch(self, new_tokens: int | None = None) -> None:
+        """Start to fetch what attention reads next: words alone if it read those last.
+
+        Or if fewer tokens are new: those behind a chunk of a prompt have few enough queries.
+        """
+        if self._stages is False and new_tokens is not None and new_tokens < self._dense_tokens:
+            self._go_on_with_words()
         if self._stages and self.scores is None:
             self.prefetch_words()
         else:
-            super().prefetch()
+            super().prefetch(new_tokens)
+
+    def _go_on_with_words(self) -> None:
+        assert self._reader is not None
+        self._stages = True
+        self._reader.reads_words(self.histories)
 
     def prefetch_words(self, *, early: bool = False) -> None:
         """Start to copy packed words, as of `CompressedLayer`."""
@@ -234,7 +245,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         assert self._reader is not None
         if self.packed_tokens:
             self.dense_passes += 1
-            self._stages = False
+            self._stages, self._dense_tokens = False, self._new_tokens
             self._count(None)
         decoded = self._reader.read(self.histories)
         keys, values = (
@@ -248,7 +259,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         self, query: torch.Tensor, padding: Padding | None, options: Mapping[str, Any]
     ) -> torch.Tensor | None:
         """Return attention to the tokens as they are packed; None where that is not served."""
-        assert self._attention is not None and self._reader is not None
+        assert self._attention is not None
         if not self._attention.serves(query):
             return None
         out = self._attention.attend(
@@ -260,8 +271,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         )
         self.packed_passes += 1
         if not self._stages:
-            self._stages = True
-            self._reader.reads_words(self.histories)
+            self._go_on_with_words()
         self._count(None)
         return out
 

@@ -142,7 +142,7 @@ class PackedCache(DynamicCache, SelfAttentionCache):
             new = key_states.shape[2]
             following = self._next[layer_idx]
             layer = self._packed[following]
-            layer.prefetch()
+            layer.prefetch(new)
             crossing = self._next_hosted[following]
             # Attention to words as they are asks for the next ones when it has read those before.
             if crossing is not None and not layer.reads_words:

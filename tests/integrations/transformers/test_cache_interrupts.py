@@ -112,7 +112,7 @@ def test_memory_that_fails_while_the_next_layer_is_fetched_leaves_all_layers_as_
         for layer in range(LAYERS):
             each.update(*tokens(70, layer), layer)
 
-    def refuse(layer: CompressedLayer) -> None:
+    def refuse(layer: CompressedLayer, new_tokens: int) -> None:
         raise torch.OutOfMemoryError("no memory")
 
     for failing in range(LAYERS):

@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import Mock
 from weakref import ref
 
 import pytest
@@ -312,7 +313,7 @@ def test_attention_reads_tiles_wherever_they_lie(share: float, crossing: None) -
 
 @pytest.mark.parametrize("share", [True, 0.5, False], ids=str)
 def test_buffers_of_decoded_tokens_go_once_all_layers_read_tiles(
-    share: Any, crossing: None
+    share: Any, crossing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long prompt in chunks decodes one layer's history each time, and tokens behind it none."""
     cache = cache_of("kvcomp", share)
@@ -326,7 +327,10 @@ def test_buffers_of_decoded_tokens_go_once_all_layers_read_tiles(
         decoded = sum(buffer.nbytes for buffer in made._tokens)
         assert decoded > cache.stats()["packed_raw_bytes"] / LAYERS
         before = made.buffer_bytes
+        decodes = Mock(wraps=made._decode)
+        monkeypatch.setattr(made, "_decode", decodes)
         passes.run(1)
+        assert decodes.call_count == 0, "what comes next was guessed to be decoded"
         assert sum(buffer.nbytes for buffer in made._tokens) == 0
         assert made.buffer_bytes < before / 4
 
