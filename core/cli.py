@@ -297,7 +297,7 @@ def _add_codec_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--clusters",
-        type=int,
+        type=_clusters,
         default=None,
         metavar="N",
         help="group rows by up to N profiles, 1 to 256, where that makes the result smaller",
@@ -321,6 +321,12 @@ def _add_device(parser: argparse.ArgumentParser) -> None:
 def _count(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is no number from 1")
+    return int(text)
+
+
+def _clusters(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 256:
+        raise argparse.ArgumentTypeError(f"{text!r}, accepted are 1 to 256")
     return int(text)
 
 

@@ -110,6 +110,21 @@ class WeightHandle(torch.Tensor):
     def data(self, value: torch.Tensor) -> NoReturn:
         raise self.refusal("given other data")
 
+    @property
+    def requires_grad(self) -> bool:
+        """False, and it cannot be True: an optimizer would be given a gradient of nothing."""
+        return False
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> WeightHandle:  # type: ignore[override]
+        """Return the handle; BitslabError where a gradient is asked for."""
+        if requires_grad:
+            raise self.refusal("trained, as requires_grad=True asks; train adapters beside it")
+        return self
+
     def decode(self) -> torch.Tensor:
         """Return the parameter's data, on the handle's device."""
         return self._source.whole(self._name)

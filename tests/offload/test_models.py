@@ -186,6 +186,27 @@ def test_handles_are_read_only():
     assert same_bits(logits(model), expected)
 
 
+def test_handles_are_not_trained():
+    """Optimizers skip parameters without a gradient, so that nobody would notice."""
+    model = tiny_llama()
+    model.requires_grad_(False)
+    offload_weights(model, execution_device="cpu", min_bytes=20_000)
+    weight = model.lm_head.weight
+    for change in (
+        weight.requires_grad_,
+        lambda: setattr(weight, "requires_grad", True),
+        lambda: model.requires_grad_(True),
+        model.lm_head.requires_grad_,
+    ):
+        with pytest.raises(BitslabError, match=r"weight is packed and cannot be trained"):
+            change()
+    assert model.requires_grad_(False) is model and weight.requires_grad_(False) is weight
+    assert not weight.requires_grad
+    model.model.norm.weight.requires_grad_(True)  # small: it remains
+    model(torch.tensor([[1, 2, 3]])).logits.sum().backward()
+    assert model.model.norm.weight.grad is not None
+
+
 def test_moves_and_casts_of_the_model_are_refused_and_change_nothing():
     model = tiny_llama()
     offload_weights(model, execution_device="cpu", min_bytes=20_000)
