@@ -353,7 +353,7 @@ class Executor:
             self._staging.release(allowed_bytes, STAGED_COPIES, current)
         self._originals.release(raw_bytes, current)
         if self._disk is not None:
-            self._disk.poll(allowed_bytes if self._waits_for_disk else None)
+            self._disk.poll(allowed_bytes if self._waits_for_disk or self.is_planned else None)
 
     def _send_again(self, copy: StoredCopy) -> None:
         """Send a copy that was larger than its host memory to as much as it may need."""

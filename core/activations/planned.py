@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,28 +23,28 @@ from ..engine.advisor.planning import (
     COMPARED_STEPS,
     MOST_CORRECTIONS,
     MOST_FACTOR,
-    PEAK_TOLERANCE,
-    Candidate,
     Correction,
-    DiskRates,
     MeasuredStep,
     MemoryLimitError,
     Plan,
     StepProfile,
     compare,
+    least_plan,
     make_plan,
     predicted_again,
 )
 from .checkpointed import CheckpointedModules, ModuleWatch, checkpointable
 from .disk_share import required_note
+from .followed import Followed, FollowedPlans
 from .measured_pass import MeasuredPass
 from .memory_limit import limit_bytes
 from .pass_record import PassPlan, PassRecord
-from .planned_passes import pass_plan, read_ahead_bytes
-from .policies import CHECKPOINT, KEEP, RAW, REPLAY, Choice, Codecs
+from .planned_passes import choice_of, pass_plan
+from .planned_tiers import PlannedTiers
+from .policies import CHECKPOINT, KEEP, RAW, Choice, Codecs
 from .sites import Select, Site
 from .step_recorder import RecordedStep, StepRecorder, inside_module
-from .tiers import STAGING_SHARE, Tiers
+from .tiers import Tiers
 from .time_models import TimeModels
 from .traffic import SentBlob
 
@@ -56,17 +56,6 @@ PATIENCE_PASSES = 64
 MOST_PLAIN_FACTOR = 1.25
 #: Passes from a plan to the next one because of larger tensors, at first; twice as many each time.
 REPLAN_PASSES = 4
-
-
-@dataclass(frozen=True)
-class _Followed:
-    """A plan that was followed, and what a step of it took."""
-
-    plan: Plan
-    pass_plan: PassPlan
-    profile: StepProfile
-    step_s: float
-    peak_bytes: float
 
 
 class PlannedPolicy:
@@ -112,7 +101,7 @@ class PlannedPolicy:
         self._recompute, self._select, self._every = recompute, select, max(1, every)
         self._models = TimeModels(codecs)
         self._lock = threading.RLock()
-        self._tiers: dict[str, Any] = {}
+        self._tiers = PlannedTiers(Tiers())
         self._modules: CheckpointedModules | None = None
         self._running = threading.local()
         self.plan: Plan | None = None
@@ -130,10 +119,10 @@ class PlannedPolicy:
         self._corrections = 0
         self._plain: MeasuredPass | None = None
         self._plain_s = 0.0
-        #: Plans of the same profile that were compared, since it was made.
-        self._followed: list[_Followed] = []
+        #: Since the profile was made.
+        self._followed = FollowedPlans()
         self._tried_without_moves = False
-        self._withdrawn = False
+        self._withdrawn = self._limit_told = self._lost_told = False
         self._seen: dict[str, Site] = {}
         #: Sites that were not as planned, with how often.
         self._unplanned: dict[str, int] = {}
@@ -159,27 +148,7 @@ class PlannedPolicy:
 
     def use_tiers(self, tiers: Tiers) -> None:
         """Say what there is behind the device, and how much of it may be used."""
-        disk = tiers.disk
-        host_bytes = None if tiers.limit is None else tiers.limit.most_bytes
-        if host_bytes is not None and disk is not None:  # what `Tiers.place` leaves for those
-            host_bytes = int(host_bytes * (1.0 - STAGING_SHARE))
-        self._tiers = {"host_bytes": host_bytes, "has_host_tier": tiers.host}
-        if disk is None:
-            return
-        both = [
-            share
-            for each in disk.rates
-            for share in (
-                each.write_while_reading_bytes_per_s / each.write_bytes_per_s,
-                each.read_while_writing_bytes_per_s / each.read_bytes_per_s,
-            )
-        ]
-        self._tiers |= {
-            "disk": DiskRates(disk.write_bytes_per_s, disk.read_bytes_per_s),
-            "disk_share_both_ways": min(1.0, sum(both) / len(both)),
-            "disk_bytes": disk.disk_bytes,
-            "write_bytes_per_s": disk.budget_bytes_per_s,
-        }
+        self._tiers = PlannedTiers(tiers)
 
     def _is_checkpointed(self, module: str) -> bool:
         record: PassRecord | None = getattr(self._running, "record", None)
@@ -220,7 +189,7 @@ class PlannedPolicy:
                 self._note_unplanned(site, larger)
             if candidate.action == "keep" and larger:
                 return self._fallback(f"{site.nbytes:,} bytes, planned were {planned.nbytes:,}")
-        return _choice(candidate, planned.reason)
+        return choice_of(candidate, planned.reason)
 
     def _fallback(self, why: str) -> Choice:
         if self._memory is None:
@@ -239,6 +208,7 @@ class PlannedPolicy:
             number = self._passes
             self._passes += 1
             changed = self._take_recorded(number)
+            changed |= self._take_lost()  # before what was measured while it failed is compared
             changed |= self._take_measured()
             changed |= self._take_refused()
             profiled = self._recording is None and self._profile_due(number)
@@ -335,7 +305,10 @@ class PlannedPolicy:
         self._tried_without_moves = False
         profile = recorded.profile.scaled(compute=self._plain_factor(recorded.profile))
         self._plain_s = profile.step_s
-        self._plan(replace(profile, **self._allowed_tiers(profile)))
+        if profile.link is not None:
+            on_gpu = self._device().type == "cuda"
+            profile = replace(profile, **self._tiers.fields(profile, on_gpu=on_gpu))
+        self._plan(profile)
         return True
 
     def _is_larger(self, recorder: StepRecorder) -> bool:
@@ -352,14 +325,6 @@ class PlannedPolicy:
         if self._plain is None or not self._plain.is_over or not profile.step_s:
             return 1.0
         return min(max(self._plain.step().step_s / profile.step_s, 1.0), MOST_PLAIN_FACTOR)
-
-    def _allowed_tiers(self, profile: StepProfile) -> dict[str, Any]:
-        if profile.link is None:
-            return {}
-        found = dict(self._tiers)
-        if "disk" in found and self._device().type == "cuda":  # else it is host memory already
-            found["read_ahead_bytes"] = read_ahead_bytes(profile, found["host_bytes"])
-        return found
 
     def _link(self, recorder: StepRecorder) -> SwapLink | None:
         try:
@@ -417,8 +382,38 @@ class PlannedPolicy:
         try:
             return make_plan(profile, memory_bytes=limit)
         except MemoryLimitError as error:
-            self._warn(f"{error}; the plan of least memory is followed")
-            return make_plan(profile, memory_bytes=error.least_bytes)
+            if not profile.unprofiled_bytes:
+                self._limit_told = True
+                self._warn(f"{error}; the plan of least memory is followed")
+                return make_plan(profile, memory_bytes=error.least_bytes)
+        return self._least(profile, limit)
+
+    def _least(self, profile: StepProfile, limit: int) -> Plan:
+        """Return the plan of least memory, with no copies on their way.
+
+        In the profiled step there were none, so that bytes which others took besides do not count.
+        """
+        return least_plan(replace(profile, unprofiled_bytes=0), memory_bytes=limit)
+
+    def _take_lost(self) -> bool:
+        """Plan anew where the disk failed, or is full; return whether there is another plan."""
+        if self.plan is None or self.profile is None or self._withdrawn:
+            return False
+        written_bytes = self.plan.prediction.written_bytes
+        fields = self._tiers.lost(written_bytes)
+        if not fields or self.profile.disk is None:
+            return False
+        if not written_bytes:
+            self.profile = replace(self.profile, **fields)
+            return False
+        if not self._lost_told:
+            self._lost_told = True
+            self._warn(f"the disk does not take what was planned. {self._tiers.note}")
+        self._corrections = 0
+        self._followed.clear()
+        self._tried_without_moves = False
+        self._plan(replace(self.profile, **fields))
+        return True
 
     def _take_refused(self) -> bool:
         """Plan without modules that gave other bits; return whether there is another plan."""
@@ -463,12 +458,11 @@ class PlannedPolicy:
         assert self._pass_plan is not None
         step_s = min(step.step_s for step in self._steps)
         peak_bytes = max(step.peak_bytes for step in self._steps)
-        followed = _Followed(self.plan, self._pass_plan, self.profile, step_s, peak_bytes)
-        self._followed = [f for f in self._followed if f.plan is not self.plan] + [followed]
+        self._followed.add(Followed(self.plan, self._pass_plan, self.profile, step_s, peak_bytes))
         self._steps.clear()
         self._compared = found
-        if found.outcome == "holds" and self.plan.memory_bytes is not None:
-            return self._try_without_moves() or self._follow_best(self.plan.memory_bytes)
+        if found.outcome == "holds" and self._memory is not None:
+            return self._go_on(limit_bytes(self._memory, self._device()), peak_bytes)
         if found.outcome == "withdrawn":
             self._withdrawn = True
             if self._modules is not None:
@@ -486,23 +480,36 @@ class PlannedPolicy:
         """
         assert self.plan is not None and self.profile is not None
         moves = self.plan.prediction.link_bytes or self.plan.prediction.written_bytes
-        if self._tried_without_moves or not self._corrections or not (moves and self._recompute):
+        if self._tried_without_moves or not self._corrections or self.plan.serial:
+            return False
+        if not (moves and self._recompute):
             return False
         self._tried_without_moves = True
-        self._corrections = MOST_CORRECTIONS  # it is dear by intent
         dear = self.profile.scaled(link=MOST_FACTOR, disk=MOST_FACTOR)
+        made = self._made(dear)
+        if made.serial:  # nothing but moves keeps the limit
+            return False
+        self._corrections = MOST_CORRECTIONS  # it is dear by intent
         # Chosen as if moves were dear; what is published and compared is what they take.
-        self._follow_made(predicted_again(self._made(dear), self.profile), self.profile)
+        self._follow_made(predicted_again(made, self.profile), self.profile)
         return True
 
-    def _follow_best(self, memory_bytes: int) -> bool:
-        """Go back to the best one of the plans that were compared; return whether it is another.
+    def _go_on(self, limit: int, peak_bytes: float) -> bool:
+        """Follow the best plan of a profile from now on; return whether it is another one.
 
-        Of those that keep the limit the fastest, or else the one nearest to it: the last one was
-        made to be as predicted, which may be slower.
+        The last one was made to be as predicted, which may be slower. Where none keeps the limit
+        for what copies on their way take, one is tried under which there are none.
         """
-        most = memory_bytes * (1 + PEAK_TOLERANCE)
-        best = min(self._followed, key=lambda f: (max(0.0, f.peak_bytes - most), f.step_s))
+        assert self.plan is not None and self.profile is not None
+        if self._try_without_moves():
+            return True
+        if self._followed.needs_least(max(limit, self.plan.memory_bytes or 0)):
+            self._follow_made(self._least(self.profile, limit), self.profile)
+            return True
+        if self.plan.serial and peak_bytes > limit and not self._limit_told:
+            self._limit_told = True
+            self._warn(f"memory: {limit:,} bytes, and {peak_bytes:,.0f} were the least in a step")
+        best = self._followed.best(limit)
         if best.plan is self.plan:
             return False
         self._follow(best.plan, best.pass_plan, best.profile)
@@ -574,20 +581,11 @@ class PlannedPolicy:
             found.append(f"Modules that are not computed again: {why}")
         if self._compared is not None:
             found.append(self._compared.reason)
+        if self._tiers.note:
+            found.append(self._tiers.note)
         if self._unplanned:
             name = next(iter(self._unplanned))
             found.append(
                 f"{len(self._unplanned)} sites were not as in the profiled step, first {name!r}."
             )
         return found
-
-
-def _choice(candidate: Candidate, reason: str) -> Choice:
-    """Return a plan's candidate as what is done with a tensor."""
-    if candidate.action == "keep":
-        return Choice(KEEP, reason)
-    if candidate.action == "replay":
-        return Choice(REPLAY, reason, "device")
-    if candidate.action == "checkpoint":
-        return Choice(CHECKPOINT, reason, "device")
-    return Choice(candidate.codec or RAW, reason, candidate.action)

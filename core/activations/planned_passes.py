@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..engine.advisor.planning import Choices, Plan, StepProfile, Timeline
+from ..engine.advisor.planning import Candidate, Choices, Plan, StepProfile, Timeline
 from .pass_record import PassPlan
+from .policies import CHECKPOINT, KEEP, RAW, REPLAY, Choice
 
 Floats = npt.NDArray[np.float64]
 Indices = npt.NDArray[np.intp]
@@ -25,6 +26,17 @@ FIRST_READ = 3
 #: Modules whose tensors are in host memory on their way back from a disk: the one that the
 #: backward pass is in, and the next one.
 MODULES_READ = 2
+
+
+def choice_of(candidate: Candidate, reason: str) -> Choice:
+    """Return a plan's candidate as what is done with a tensor."""
+    if candidate.action == "keep":
+        return Choice(KEEP, reason)
+    if candidate.action == "replay":
+        return Choice(REPLAY, reason, "device")
+    if candidate.action == "checkpoint":
+        return Choice(CHECKPOINT, reason, "device")
+    return Choice(candidate.codec or RAW, reason, candidate.action)
 
 
 def read_ahead_bytes(profile: StepProfile, host_bytes: int | None) -> int:
@@ -161,6 +173,9 @@ def _in_flight_bytes(
     Saves of what is kept, and reads, only where not all that is on its way may remain: the device
     waits as late as the limit allows, however long copies take.
     """
+    if plan.serial:
+        moved = [each for each in plan.sites if each.candidate.action in ("host", "disk")]
+        return {each.site: 0 for each in moved}, {}
     limit = plan.prediction.peak_bytes
     if plan.memory_bytes is not None:
         limit = max(limit, plan.memory_bytes)

@@ -110,6 +110,7 @@ def write_piece(counters: Counters, stored: Stored, piece: Piece, verify: bool) 
         with counters.lock:
             counters.failed_bytes += piece.nbytes
     else:
+        del data, part  # who waits for the piece goes on when its memory is given back
         with counters.lock:
             counters.written_bytes += piece.nbytes
             counters.write_seconds += time.perf_counter() - begin

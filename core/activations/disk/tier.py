@@ -16,8 +16,9 @@ from ...engine.memory.locks import call_after_fork
 from ...engine.memory.pieces import Pending
 from ...engine.tasks import CLOSE_SECONDS, ThreadTask
 from ...engine.transfer import Mark, ThreadLane
-from ...errors import ArgumentError, ArgumentTypeError, BitslabError
+from ...errors import ArgumentError, BitslabError
 from ..limits import bytes_to_reserve
+from .arguments import check_bytes, check_number
 from .budget import DAY_S, WriteBudget
 from .endurance import Drive, lifespan_days
 from .folders import Folders, checked_folders, warn_of_kind
@@ -116,9 +117,9 @@ class DiskTier:
         open_file: OpenFile = PosixFile,
     ) -> None:
         self._folders = checked_folders(folders)
-        _check_number("disk_bytes", disk_bytes, int)
-        _check_number("write_budget", write_budget, float)
-        _check_number("queue_bytes", queue_bytes, int)
+        check_number("disk_bytes", disk_bytes, int)
+        check_number("write_budget", write_budget, float)
+        check_number("queue_bytes", queue_bytes, int)
         self._options: dict[str, Any] = {
             "disk_bytes": disk_bytes,
             "write_budget": write_budget,
@@ -160,6 +161,26 @@ class DiskTier:
     def budget_bytes_per_s(self) -> float | None:
         """Bytes that may be written a second on the average; None without a budget."""
         return None if self._write_budget is None else self._write_budget * TERA / DAY_S
+
+    @property
+    def error(self) -> BaseException | None:
+        """Why nothing is written any more; None while a folder takes bytes."""
+        errors = self._folder_errors()
+        return errors[self._folders[-1]] if set(self._folders) <= errors.keys() else None
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes that the files take."""
+        return sum(stripe.file.nbytes for stripe in self._stripes)
+
+    def refused_bytes(self, why: Refusal) -> int:
+        """Return the bytes that were not taken for a cause so far."""
+        with self._counters.lock:
+            return self._counters.refused_bytes[why]
+
+    def _folder_errors(self) -> dict[str, BaseException]:
+        found = {each.file.path: each.error for each in self._stripes if each.error is not None}
+        return self._errors | found
 
     def _open_lanes(self) -> None:
         self._store_lane = ThreadLane("bitslab-store", sum(r.write_threads for r in self.rates))
@@ -249,7 +270,7 @@ class DiskTier:
             (`queue_bytes`) or full, has failed before, or has had its bytes of the day.
             `stats` counts each.
         """
-        _check_bytes("data", data)
+        check_bytes("data", data)
         with self._lock:
             if self._closed:
                 raise BitslabError("this DiskTier is closed")
@@ -375,7 +396,7 @@ class DiskTier:
         """
         stored = ticket.stored()
         if out is not None:
-            _check_bytes("out", out)
+            check_bytes("out", out)
             if out.shape[0] != ticket.nbytes:
                 raise ArgumentError(f"out: {out.shape[0]} bytes, expected {ticket.nbytes}")
         if self._closed:
@@ -502,12 +523,9 @@ class DiskTier:
             ``file_system``, whether that is ``in_memory`` or of the ``network``, ``direct``
             (whether the page cache is bypassed) and ``error``, or None.
         """
-        stripes = self._stripes
-        errors = dict(self._errors)
+        stripes, errors = self._stripes, self._folder_errors()
         for stripe in stripes:
             self._direct[stripe.file.path] = stripe.file.direct
-            if stripe.error is not None:
-                errors[stripe.file.path] = stripe.error
         systems = {folder: file_system(folder) for folder in self._folders}
         folders = [
             {
@@ -534,7 +552,7 @@ class DiskTier:
                 "local_ranks": self.local_ranks.ranks,
                 "refused_bytes": dict(counters.refused_bytes),
                 "lifespan_days": self.lifespan_days,
-                "disk_bytes": sum(stripe.file.nbytes for stripe in stripes),
+                "disk_bytes": self.file_bytes,
                 "used_bytes": sum(stripe.used_bytes for stripe in stripes),
                 "folders": folders,
             }
@@ -567,21 +585,3 @@ class DiskTier:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)  # type: ignore[misc]
-
-
-def _check_number(name: str, value: object, kind: type) -> None:
-    accepted = (int,) if kind is int else (int, float)
-    if value is None:
-        return
-    if isinstance(value, bool) or not isinstance(value, accepted):
-        raise ArgumentTypeError(f"{name}: expected {kind.__name__} or None, got {value!r}")
-    if not 0 < value < float("inf"):
-        raise ArgumentError(f"{name}: {value}, accepted are numbers above 0")
-
-
-def _check_bytes(name: str, t: object) -> None:
-    if not isinstance(t, torch.Tensor) or t.dtype != torch.uint8 or t.device.type != "cpu":
-        what = f"{t.dtype} on {t.device}" if isinstance(t, torch.Tensor) else repr(t)[:60]
-        raise ArgumentTypeError(f"{name}: expected uint8 on the CPU, got {what}")
-    if t.dim() != 1 or not t.is_contiguous() or not t.shape[0]:
-        raise ArgumentError(f"{name}: shape {list(t.shape)}, expected [n] with n > 0, contiguous")

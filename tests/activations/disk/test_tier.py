@@ -409,6 +409,9 @@ def test_failed_write_keeps_the_bytes_and_ends_the_tier(tmp_path: Path) -> None:
     assert torch.equal(tier.fetch(failed).result(WAIT_S), random_bytes(200 * KIB, 2))
     # Later steps go on without it.
     assert tier.store(random_bytes(5)) is None
+    assert tier.refused_bytes("failed") == 5 and "Input/output error" in str(tier.error)
+    tier.rest()
+    assert "Input/output error" in str(tier.error)
     found = tier.stats()
     assert found["refused_bytes"]["failed"] == 5 and found["failed_bytes"] > 0
     assert "Input/output error" in found["folders"][0]["error"]
@@ -425,7 +428,7 @@ def test_other_folders_go_on(tmp_path: Path) -> None:
     bad.error = OSError(errno.EIO, "Input/output error")
     failed = stored(tier, random_bytes(300 * KIB))
     assert tier.drain(WAIT_S)
-    assert failed.in_memory
+    assert failed.in_memory and tier.error is None
     later = stored(tier, random_bytes(300 * KIB, 3))
     assert tier.drain(WAIT_S)
     assert not later.in_memory

@@ -12,7 +12,7 @@ from .correction import (
     compare,
 )
 from .plan import PLAN_VERSION, Plan, SitePlan
-from .planner import SLOWDOWN, MemoryLimitError, make_plan, predicted_again
+from .planner import SLOWDOWN, MemoryLimitError, least_plan, make_plan, predicted_again
 from .prediction import StepPrediction
 from .profile import DiskRates, ModuleProfile, Packing, SiteProfile, StepProfile
 from .solution import Solution
@@ -55,6 +55,7 @@ __all__ = [
     "candidates_of",
     "compare",
     "drawn_profile",
+    "least_plan",
     "make_plan",
     "offload_units",
     "predicted_again",

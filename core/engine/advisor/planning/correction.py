@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from ....errors import ArgumentError
@@ -92,10 +92,7 @@ class Correction:
             disk=self.disk,
             encoding=self.encoding,
         )
-        if not self.more_bytes:
-            return scaled
-        other = scaled.other_bytes or ((0.0, 0),)
-        return scaled.with_other_bytes((at, n + self.more_bytes) for at, n in other)
+        return replace(scaled, unprofiled_bytes=scaled.unprofiled_bytes + self.more_bytes)
 
 
 def compare(
@@ -151,6 +148,8 @@ def compare(
     high = peak > predicted.peak_bytes * (1 + PEAK_TOLERANCE)
     if plan.memory_bytes is not None and peak > plan.memory_bytes:
         high = True
+    if plan.serial:  # no plan takes less, whatever it costs
+        return Correction("holds", f"Left as the plan of least memory: {figures}.")
     if plan.declined or not (slow or high):
         return Correction("holds", f"The plan holds: {figures}.")
     if may_keep and (corrections >= MOST_CORRECTIONS or peak >= plan.plain.peak_bytes):

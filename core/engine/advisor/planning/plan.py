@@ -76,6 +76,8 @@ class Plan:
         Why the plan is as it is; where it changes nothing, why it was declined.
     budget_bytes : int, optional
         Bytes that a step may write, so that the SSD lasts.
+    serial : bool
+        Whether what computes waits for each copy, so that none is on its way while it does.
     """
 
     sites: tuple[SitePlan, ...]
@@ -86,6 +88,7 @@ class Plan:
     slowdown: float = 0.0
     reason: str = ""
     budget_bytes: int | None = None
+    serial: bool = False
     _by_site: dict[str, SitePlan] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -131,6 +134,7 @@ class Plan:
             "slowdown": self.slowdown,
             "reason": self.reason,
             "budget_bytes": self.budget_bytes,
+            "serial": self.serial,
         }
 
     @classmethod

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from ....errors import ArgumentError, ArgumentTypeError
 from .candidates import Candidate, Choices, Costs
@@ -86,7 +87,11 @@ def make_plan(
         return _kept(timeline, plain, reason, memory_bytes=memory_bytes)
     solver = Solver(timeline)
     least = solver.least()
-    if least.prediction.peak_bytes > memory_bytes:
+    unmet = least.prediction.peak_bytes > memory_bytes
+    found = None
+    if not unmet or timeline.has_limited_room:  # with which a search may find less
+        found = solver.solve(memory_bytes)
+    if unmet and (found is None or not found.fits):
         least_bytes = math.ceil(least.prediction.peak_bytes)
         # In no variable: its traceback would hold that, and tensors of the callers, in a cycle.
         raise MemoryLimitError(
@@ -94,11 +99,30 @@ def make_plan(
             f"({plain.peak_bytes:,.0f} with everything kept)",
             least_bytes,
         )
-    found = solver.solve(memory_bytes)
-    if not found.fits:  # the plan of least memory does
+    if found is None or not found.fits:  # the plan of least memory does
         found = _under(timeline, least.choices, memory_bytes)
     reason = f"Fits {memory_bytes:,} bytes."
     return described(timeline, found, plain, reason, memory_bytes=memory_bytes)
+
+
+def least_plan(profile: StepProfile, *, memory_bytes: int) -> Plan:
+    """Return the plan that takes as little memory as was found, whatever it costs.
+
+    What computes waits for each copy, so that no device memory is taken by copies on their way.
+
+    Parameters
+    ----------
+    profile : StepProfile
+        The step.
+    memory_bytes : int
+        The limit that other plans did not keep; this one may not keep it either.
+    """
+    timeline = Timeline(profile)
+    plain = timeline.predict(timeline.keep_all())
+    least = Solver(timeline).least()
+    limit = max(memory_bytes, math.ceil(least.prediction.peak_bytes))
+    reason = "The least memory: each copy is waited for."
+    return replace(described(timeline, least, plain, reason, memory_bytes=limit), serial=True)
 
 
 def predicted_again(plan: Plan, profile: StepProfile) -> Plan:

@@ -195,6 +195,8 @@ class StepProfile:
     other_bytes : sequence of (float, int)
         Bytes of the device that are no site's, as a step function: from each moment on, ascending.
         Weights, gradients, states of the optimizer, workspaces.
+    unprofiled_bytes : int
+        Bytes of the device besides, at every moment, that steps took which followed a plan.
     link : SwapLink, optional
         What leads to host memory; None where nothing can leave the device.
     disk : DiskRates, optional
@@ -218,6 +220,7 @@ class StepProfile:
     rest_s: float = 0.0
     modules: Sequence[ModuleProfile] = ()
     other_bytes: Sequence[tuple[float, int]] = ()
+    unprofiled_bytes: int = 0
     link: SwapLink | None = None
     disk: DiskRates | None = None
     has_host_tier: bool = True
@@ -229,7 +232,7 @@ class StepProfile:
     read_ahead_bytes: int = 0
 
     def __post_init__(self) -> None:
-        names = ("turn_s", "end_s", "rest_s", "read_ahead_bytes")
+        names = ("turn_s", "end_s", "rest_s", "read_ahead_bytes", "unprofiled_bytes")
         _check_numbers("step", {n: getattr(self, n) for n in names})
         if self.write_bytes_per_s is not None:
             _check_numbers("step", {"write_bytes_per_s": self.write_bytes_per_s})

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from .candidates import Candidate, Choices
+from .candidates import Choices
 from .option_costs import OptionCosts
 from .solution import MARGIN_BYTES, Priced, Prices, Solution
-from .timeline import Floats, Indices, Timeline
+from .tier_room import with_room
+from .timeline import Floats, Timeline
 
 #: Moments times plans that are followed through, at most, for one limit of memory.
 EFFORT, MOST_RUNS = 110_000, 800
@@ -41,6 +42,8 @@ WANDERINGS, NEAR = 100, 1.05
 LIMITED_SHARES = (0.0, 0.1, 0.3, 1.0)
 #: Changes that make a plan fit at moments that had no price, at most.
 MOST_RELIEFS = 60
+#: Changes of a plan in search of the least memory of which one has to lower it.
+RELIEFS_TRIED = 24
 
 _Change = tuple[float, tuple[tuple[int, int], ...], int]
 
@@ -68,7 +71,7 @@ class Solver:
         for price in self._dear.queues.values():
             price += 1.0
         self._budget = 0
-        #: By choices that were repaired, the tiers that had too little room for what was wanted.
+        #: By choices, the tiers that had too little room for what was last wanted in their place.
         self._overfull: dict[bytes, frozenset[str]] = {}
 
     # Prices
@@ -333,7 +336,7 @@ class Solver:
         best: Solution | None = None
         free = self._free()
         limited = {tier: math.isfinite(room) for tier, room in self._timeline.room.items()}
-        shares = LIMITED_SHARES if any(limited.values()) else LIMITED_SHARES[:1]
+        shares = LIMITED_SHARES if self._timeline.has_limited_room else LIMITED_SHARES[:1]
         moments = [int(np.argmax(self._plain))]
         tried = set()
         while len(moments) <= MOST_MOMENTS and moments[-1] not in tried:
@@ -346,7 +349,7 @@ class Solver:
                 )
                 choices = self._choose(replace(priced, alive=priced.alive + moved), 1.0)
                 for each in (choices, replace(choices, checkpointed=choices.checkpointed & False)):
-                    each = self._repaired(each)
+                    each = self._repaired(each, priced.alive)
                     prediction, trace = self._timeline.follow(each, limit_bytes=0.0)
                     found = Solution(each, prediction, trace, True, prediction.peak_bytes)
                     if best is None or prediction.peak_bytes < best.prediction.peak_bytes:
@@ -354,7 +357,46 @@ class Solver:
             assert best is not None
             moments.append(int(np.argmax(self._timeline.floor(best.choices))))
         assert best is not None
-        return best
+        if not self._timeline.has_limited_room:
+            return best
+        choices = self._lowered(best.choices)
+        prediction, trace = self._timeline.follow(choices, limit_bytes=0.0)
+        return Solution(choices, prediction, trace, True, prediction.peak_bytes)
+
+    def _lowered(self, choices: Choices) -> Choices:
+        """Return choices that take less memory, by changes of a site or module at a time.
+
+        Where tiers are limited, what is best at one moment may leave no room for another one.
+        """
+        peak = float(self._timeline.floor(choices).max())
+        for _ in range(MOST_RELIEFS):
+            for changed in itertools.islice(self._reliefs(choices), RELIEFS_TRIED):
+                found = float(self._timeline.floor(changed).max())
+                if found < peak - MARGIN_BYTES:
+                    choices, peak = changed, found
+                    break
+            else:
+                break
+        return choices
+
+    def _reliefs(self, choices: Choices) -> Iterator[Choices]:
+        """Yield valid choices that take less where most is needed, those first that free most."""
+        alive, again = self._alive(int(np.argmax(self._timeline.floor(choices))))
+        now = alive[self._rows, choices.options]
+        inside = self._timeline.inside(choices)
+        freed = np.where(np.isfinite(self._costs.device_s), now[:, None] - alive, -math.inf)
+        freed[inside] = -math.inf
+        found = [(-float(freed[i, k]), int(i), int(k)) for i, k in np.argwhere(freed > 0)]
+        for m, own in enumerate(self._inside):
+            less = float(now[own].sum()) - float(again[m])
+            found.append((less if choices.checkpointed[m] else -less, -1, m))
+        for _, i, k in sorted(found):
+            options, flags = choices.options.copy(), choices.checkpointed.copy()
+            if i < 0:
+                flags[k] = ~flags[k]
+            else:
+                options[i] = k
+            yield self._repaired(Choices(options, flags), alive)
 
     def _with_sources(self, choices: Choices, seconds: Floats) -> Choices:
         """Return choices in which what cannot be replayed is moved or packed, or kept at last.
@@ -372,68 +414,20 @@ class Solver:
                 options[i] = min(others, key=lambda k: float(seconds[i, k]), default=0)
         return replace(choices, options=options)
 
-    def _repaired(self, choices: Choices) -> Choices:
-        """Return choices that are valid.
-
-        What has no room in one tier goes to the other one; what has none there, or cannot be
-        replayed, is kept.
-        """
+    def _repaired(self, choices: Choices, held: Floats | None = None) -> Choices:
+        """Return choices that are valid; `held` as for `with_room`."""
         if self._timeline.valid(choices):
             return choices
-        t = self._timeline
         repaired = self._with_sources(choices, self._totals(self._dear))
-        if t.valid(repaired):
+        if self._timeline.valid(repaired):
             return repaired
-        options = repaired.options.copy()
-        repaired = replace(repaired, options=options)
-        inside = t.inside(repaired).tolist()
-        left = dict(t.room)
-        for i in range(self._n):
-            tier = "" if inside[i] else t.actions[i][options[i]]
-            if tier in left:
-                left[tier] -= t.costs[i][options[i]].moved_bytes
-        # What was saved first is read last, so that the disk takes that; what was saved last is
-        # moved last, so it remains.
-        forward, backward = range(self._n), range(self._n - 1, -1, -1)
-        self._shift(options, "host", "disk", left, forward, inside)
-        self._shift(options, "disk", "host", left, backward, inside)
-        for tier in left:
-            self._shift(options, tier, None, left, backward, inside)
-        return repaired
-
-    def _shift(
-        self,
-        options: Indices,
-        tier: str,
-        other: str | None,
-        left: dict[str, float],
-        order: Iterable[int],
-        inside: list[bool],
-    ) -> None:
-        """Move sites of a tier that has too little room to another one, or keep them."""
-        t = self._timeline
-        for i in order:
-            if left[tier] >= 0:
-                return
-            k = int(options[i])
-            if inside[i] or t.actions[i][k] != tier:
-                continue
-            nbytes, to = t.costs[i][k].moved_bytes, 0
-            if other is not None:
-                same = Candidate(other, t.candidates[i][k].codec)  # type: ignore[arg-type]
-                if same not in t.candidates[i] or left[other] < nbytes:
-                    continue
-                to = t.candidates[i].index(same)
-                left[other] -= nbytes
-            left[tier] += nbytes
-            options[i] = to
+        return with_room(self._timeline, repaired, held)
 
     def _followed(self, choices: Choices, limit: float, seen: dict[bytes, Solution]) -> Solution:
         wanted, choices = choices, self._repaired(choices)
         key = choices.key()
-        if choices is not wanted:
-            found = self._timeline.overfull(wanted)
-            self._overfull[key] = found | self._overfull.get(key, frozenset())
+        repaired = choices is not wanted
+        self._overfull[key] = self._timeline.overfull(wanted) if repaired else frozenset()
         if key not in seen:
             self._budget -= 1
             prediction, trace = self._timeline.follow(choices, limit_bytes=limit)

@@ -92,9 +92,11 @@ class Timeline:
         self._begins = [at[each.begin_s] for each in profile.modules]
         self.recomputed = np.array([at[m.backward_begin_s] for m in profile.modules], np.intp)
         self._ends = [max(at[m.backward_end_s], at[m.begin_s] + 1) for m in profile.modules]
-        other = np.zeros(len(moments))
+        other = np.full(len(moments), float(profile.unprofiled_bytes))
         for moment, nbytes in profile.other_bytes:
-            other[bisect_left(moments, min(moment, profile.end_s)) :] = nbytes
+            other[bisect_left(moments, min(moment, profile.end_s)) :] = (
+                nbytes + profile.unprofiled_bytes
+            )
         self.other = other
 
     def _pad_tables(self) -> None:
@@ -120,6 +122,11 @@ class Timeline:
         self._replay = np.array(
             [own.index("replay") if "replay" in own else -1 for own in self.actions], np.intp
         )
+
+    @property
+    def has_limited_room(self) -> bool:
+        """Whether a tier takes no more than so many bytes."""
+        return any(math.isfinite(room) for room in self.room.values())
 
     # Choices
 
