@@ -314,7 +314,7 @@ def _coding_s(
     """Return the seconds of a GPU that encoding and decoding rows for other ranks take."""
     world = dist.group.WORLD
     assert world is not None
-    helper = helper_of(world, "cuda")
+    helper = helper_of(world, torch.device("cuda", torch.cuda.current_device()))
     rows = [
         Rows(t, torch.empty_like(t), sizes[name], sizes[name], bound, relative=True)
         for name, t in tables.items()

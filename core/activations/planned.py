@@ -122,7 +122,7 @@ class PlannedPolicy:
         #: Since the profile was made.
         self._followed = FollowedPlans()
         self._tried_without_moves = False
-        self._withdrawn = self._limit_told = self._lost_told = False
+        self._withdrawn = self._limit_said = self._loss_said = False
         self._seen: dict[str, Site] = {}
         #: Sites that were not as planned, with how often.
         self._unplanned: dict[str, int] = {}
@@ -383,7 +383,7 @@ class PlannedPolicy:
             return make_plan(profile, memory_bytes=limit)
         except MemoryLimitError as error:
             if not profile.unprofiled_bytes:
-                self._limit_told = True
+                self._limit_said = True
                 self._warn(f"{error}; the plan of least memory is followed")
                 return make_plan(profile, memory_bytes=error.least_bytes)
         return self._least(profile, limit)
@@ -406,8 +406,8 @@ class PlannedPolicy:
         if not written_bytes:
             self.profile = replace(self.profile, **fields)
             return False
-        if not self._lost_told:
-            self._lost_told = True
+        if not self._loss_said:
+            self._loss_said = True
             self._warn(f"the disk does not take what was planned. {self._tiers.note}")
         self._corrections = 0
         self._followed.clear()
@@ -506,8 +506,8 @@ class PlannedPolicy:
         if self._followed.needs_least(max(limit, self.plan.memory_bytes or 0)):
             self._follow_made(self._least(self.profile, limit), self.profile)
             return True
-        if self.plan.serial and peak_bytes > limit and not self._limit_told:
-            self._limit_told = True
+        if self.plan.serial and peak_bytes > limit and not self._limit_said:
+            self._limit_said = True
             self._warn(f"memory: {limit:,} bytes, and {peak_bytes:,.0f} were the least in a step")
         best = self._followed.best(limit)
         if best.plan is self.plan:

@@ -20,12 +20,14 @@ from .bounds import (
 from .collective import all_to_all_single
 from .faults import ExchangeError
 from .plan import Table
+from .work import ExchangeWork
 
 __all__ = [
     "AdaptiveBound",
     "CompressedAllToAll",
     "ErrorBound",
     "ExchangeError",
+    "ExchangeWork",
     "Table",
     "all_to_all_single",
     "bound_classes",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,10 +15,12 @@ from ..engine.codecs import check_tensor_argument
 from ..engine.codecs.base import check_integer
 from ..engine.kernels.vector_format import KINDS
 from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError
+from ..tracing import not_traced
 from .bounds import ErrorBound, checked_bound
 from .buffers import MOST_BYTES
 from .caller import Caller, checked_codec
 from .checks import (
+    check_backend,
     check_names,
     check_rows,
     checked_group,
@@ -35,7 +36,7 @@ from .function import AllToAllFunction
 from .layout import Kept, Layout, Memory, Rows
 from .messages import REFERENCES, Array, Repeats
 from .parts import Call, CallPlan, Given, Part, Sums, layout_of, plan_of, spread_to_copies, sums_of
-from .plan import Bound, Table, either_bound, row_elements_of, states_of
+from .plan import Bound, Table, check_bounds_of, either_bound, row_elements_of, states_of
 from .rounding import GradientRounder
 
 FORWARD, BACKWARD = 0, 1
@@ -109,6 +110,8 @@ class CompressedAllToAll:
     0.02
     """
 
+    _inside: object | None = None  # the call that is in an exchange
+
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
@@ -141,10 +144,6 @@ class CompressedAllToAll:
         check_integer("seed", seed, range(1 << 63))
         check_integer("decide_every", decide_every, range(1, 1 << 31))
         check_integer("buffer_bytes", buffer_bytes, range(1 << 63))
-        if checked_codec(codec) == "raw" and (self.error_bound or self.backward_bound):
-            raise ArgumentError(
-                "error_bound, backward: a bound with codec='raw', which loses nothing"
-            )
         self._options: dict[str, Any] = {
             "error_bound": self.error_bound,
             "backward": backward,
@@ -158,6 +157,7 @@ class CompressedAllToAll:
         self.iteration = 0
         self._planned = tables is not None
         self._states = states_of(tables, self.error_bound)
+        check_bounds_of(checked_codec(codec), self._states, self.error_bound or self.backward_bound)
         self._pieces = pieces
         self._rounder = GradientRounder(seed, error_feedback)
         self._caller = Caller(
@@ -170,7 +170,6 @@ class CompressedAllToAll:
         )
         self._plans = Kept[CallPlan]()
         self._backward_calls = 0
-        self._entered = threading.Lock()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedAllToAll:
         """Return another one of the same group and state, as all ranks do; it counts anew."""
@@ -190,6 +189,7 @@ class CompressedAllToAll:
             "save its state_dict()"
         )
 
+    @not_traced
     def __call__(
         self,
         input: torch.Tensor,
@@ -243,9 +243,9 @@ class CompressedAllToAll:
             sizes_of("input_split_sizes", input_split_sizes),
         )
         call = self._call(group, [given], [row_ids], [received_ids])
-        (found,) = self._apply(group, call, [input])
-        return found
+        return self._apply(group, call, [input])[0]
 
+    @not_traced
     def exchange_tables(
         self,
         inputs: Mapping[str, torch.Tensor],
@@ -341,8 +341,8 @@ class CompressedAllToAll:
         try:
             plan = self._plans.get(key)
             if plan is None:
-                copied = self._caller.copied_rank(group)
-                plan = self._plans.keep(key, plan_of(group, given, copied))
+                check_backend(group, given[0].rows.device, self._caller.codec)
+                plan = self._plans.keep(key, plan_of(group, given, self._caller.copied_rank(group)))
             return Call(
                 plan,
                 self._repeats(plan, given, row_ids),
@@ -516,10 +516,7 @@ class CompressedAllToAll:
     def send_back(
         self, group: dist.ProcessGroup, call: Call, gradients: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """Exchange gradients ``[M, row]`` of what came; return those of what was sent.
-
-        They are of the tables that have gradients, the same ones on all ranks.
-        """
+        """Exchange gradients ``[M, row]`` of tables that have some; return those of their rows."""
         parts = [call.plan.parts[number] for number in call.plan.with_gradients]
         try:
             sums, rows, layout = self._rows_back(group, call, gradients)
@@ -584,17 +581,19 @@ class CompressedAllToAll:
         layout: Layout,
     ) -> None:
         self._caller.faults.check()
-        if not self._entered.acquire(blocking=False):
-            raise ArgumentError("CompressedAllToAll: another thread is in a call of this object")
+        this_call = object()
         try:
-            choices = [
-                part.state.choice if way == FORWARD else part.state.backward_choice
-                for part in parts
-            ]
+            # Inside of what ends it: no interrupt comes between.
+            if self.__dict__.setdefault("_inside", this_call) is not this_call:
+                raise ArgumentError(
+                    "CompressedAllToAll: another thread is in a call of this object"
+                )
+            choices = [p.state.choice if way == FORWARD else p.state.backward_choice for p in parts]
             self._caller.exchange(group, rows, choices, way, layout)
             for part, each, raw_bytes in zip(parts, rows, layout.raw_bytes, strict=True):
                 counters = part.state.forward if way == FORWARD else part.state.backward
                 counters.raw_bytes += raw_bytes
                 counters.moved_bytes += each.moved_bytes
         finally:
-            self._entered.release()
+            if self._inside is this_call:
+                del self._inside

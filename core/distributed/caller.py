@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import weakref
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -40,6 +39,7 @@ from .selection import (
 )
 from .stats import Counters
 from .wire import CAUSES, SHORT_BYTES, Turn
+from .work import refuse_to_wait, this_thread
 
 #: What `codec` accepts.
 CODECS = ("auto", "compressed", "raw")
@@ -215,13 +215,28 @@ class Caller:
         layout : Layout, optional
             Of the tables' sizes, where it is known.
         """
-        device = tables[0].sent.device
         layout = layout or self.layout_of(group, tables)
-        if self.coded_on_device(device):
-            started = self.start(group, tables, way, layout)
-            if isinstance(started, DeviceExchange):
-                started.finish()
-            return
+        try:
+            if self.coded_on_device(tables[0].sent.device):
+                if this_thread.completes:
+                    refuse_to_wait()
+                started = self.start(group, tables, way, layout)
+                if isinstance(started, DeviceExchange):
+                    started.finish()
+            else:
+                self._exchange_on_host(group, tables, choices, way, layout)
+        except BaseException as error:
+            self.faults.interrupted(error)
+            raise
+
+    def _exchange_on_host(
+        self,
+        group: dist.ProcessGroup,
+        tables: Sequence[Rows],
+        choices: Sequence[TableChoice],
+        way: int,
+        layout: Layout,
+    ) -> None:
         if self.codec == "raw":
             self._plain(group, tables, self.counters[way], layout)
             return
@@ -231,7 +246,7 @@ class Caller:
         try:
             exchange = self._exchange_of(group, tables, choices, way, layout, turn, due)
         except Exception as error:
-            self._fail(group, device, error, way, due=due)
+            self._fail(group, tables[0].sent.device, error, way, due=due)
             raise
         if exchange is None:
             if due:
@@ -331,7 +346,7 @@ class Caller:
             elif plain:
                 self.faults.broken(_reason_of(error))
             elif there:
-                helper = helper_of(group, device.type)
+                helper = helper_of(group, device)
                 helper.lane.submit(say_failed_there, helper, self.faults, error).result()
             else:
                 self.faults.failed(_reason_of(error), known_to_all=False, cause=cause_of(error))
@@ -385,7 +400,7 @@ class Caller:
         mode = self._mode(way)
         if mode == PLAIN:
             return self._plain(group, tables, self.counters[way], layout, async_op=async_op)
-        exchange = self._coded(group, tables, self.counters[way], layout, mode, turn)
+        exchange = self._coded(group, tables, self.counters[way], layout, mode, turn, async_op)
         self.decision.agreed(way)
         exchange.start()
         return exchange
@@ -398,9 +413,10 @@ class Caller:
         layout: Layout,
         mode: str,
         turn: Turn,
+        async_op: bool = False,
     ) -> DeviceExchange:
         device = tables[0].sent.device
-        helper = helper_of(group, device.type)
+        helper = helper_of(group, device)
         try:
             return DeviceExchange(
                 helper,
@@ -413,6 +429,7 @@ class Caller:
                 own_rows_cross=self.own_rows_cross,
                 layout=layout,
                 turn=turn,
+                async_op=async_op,
             )
         except Exception as error:
             helper.lane.submit(say_failed_there, helper, self.faults, error).wait()
@@ -581,16 +598,3 @@ def _wait(device: torch.device) -> None:
     """Wait for what is queued on torch's current stream."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
-
-
-_callers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Caller]] = (
-    weakref.WeakKeyDictionary()
-)
-
-
-def function_caller(group: dist.ProcessGroup, codec: str) -> Caller:
-    """Return what the function keeps between its exchanges over a communicator."""
-    of_group = _callers.setdefault(group, {})
-    if codec not in of_group:
-        of_group[codec] = Caller(codec=codec, lasting=False)
-    return of_group[codec]

@@ -28,6 +28,20 @@ def refuse_capture(t: torch.Tensor) -> None:
         )
 
 
+def check_backend(group: dist.ProcessGroup, device: torch.device, codec: str = "auto") -> None:
+    """Refuse tensors on a device for which a group has another backend than a codec needs."""
+    try:
+        found = group._get_backend(torch.device(device.type)).name()
+    except RuntimeError:
+        found = "no backend"
+    needed = "gloo" if device.type == "cpu" else "nccl"
+    if found != needed and codec != "raw":
+        raise ArgumentError(
+            f"group: it has {found} for tensors on {device}, expected {needed}, without which only "
+            "codec='raw' crosses"
+        )
+
+
 def named(argument: str, table: str) -> str:
     """Return how errors name an argument, of one of several tables with its name."""
     return f"{argument}: {table}" if table else argument

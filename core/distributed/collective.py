@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from datetime import timedelta
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,70 +11,27 @@ import torch.distributed as dist
 from ..engine.codecs import check_tensor_argument
 from ..engine.codecs.base import share_memory
 from ..errors import ArgumentError, ArgumentTypeError
+from ..tracing import not_traced
 from .bounds import ErrorBound, checked_bound, value_of
-from .caller import Caller, checked_codec, function_caller
-from .checks import check_dtype, checked_group, cut_rows, refuse_capture, repeats_of, row_of
+from .caller import Caller, checked_codec
+from .checks import (
+    check_backend,
+    check_dtype,
+    checked_group,
+    cut_rows,
+    refuse_capture,
+    repeats_of,
+    row_of,
+)
 from .device import DeviceExchange
 from .faults import ContentError
+from .groups import PerGroup
 from .helpers import helper_of
 from .layout import Rows
+from .work import ExchangeWork, OfThread, OfTorch, Over, UnderWay
 
 
-class ExchangeWork(dist.Work):
-    """What an asynchronous all-to-all returns: a `Work`, by which type some of its users go on."""
-
-    def __init__(
-        self,
-        finish: Callable[[float | None], object],
-        done: Callable[[], bool],
-        error: Callable[[], BaseException | None],
-    ) -> None:
-        super().__init__()
-        self._finish, self._done, self._error = finish, done, error
-
-    def wait(self, timeout: timedelta | None = None) -> bool:
-        """Wait until the output is written; return True.
-
-        Of tensors on a GPU torch's current stream waits, the host until all is queued.
-
-        Parameters
-        ----------
-        timeout : timedelta, optional
-            At most so long; without a limit when left out or 0, as torch has it.
-
-        Raises
-        ------
-        ExchangeError, CorruptedDataError
-            Of the exchange; the output is as it was.
-        TimeoutError
-            When it takes longer; the exchange goes on.
-        """
-        seconds = timeout.total_seconds() if timeout else None
-        try:
-            self._finish(seconds)
-        except TimeoutError:
-            if self._done():
-                raise
-            raise TimeoutError(f"timeout: the exchange takes longer than {seconds} s") from None
-        return True
-
-    def synchronize(self) -> None:
-        """Wait as `wait` does."""
-        self.wait()
-
-    def is_completed(self) -> bool:
-        """Return whether the exchange ended, well or not; on a GPU, whether all is queued."""
-        return self._done()
-
-    def is_success(self) -> bool:
-        """Return whether the exchange ended well; False while it goes on."""
-        return self._done() and self._error() is None
-
-    def exception(self) -> BaseException | None:
-        """Return the error of an exchange that failed; None while it goes on."""
-        return self._error() if self._done() else None
-
-
+@not_traced
 def all_to_all_single(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -137,8 +93,8 @@ def all_to_all_single(
     Returns
     -------
     ExchangeWork or None
-        With `async_op` an object with `wait`; torch's own with ``codec="raw"``, and on a GPU where
-        torch's own collective delivers the rows.
+        With `async_op` a `Work` as torch returns it, with ``wait()``, ``get_future()`` and
+        ``result()``; torch's own with ``codec="raw"``.
 
     Raises
     ------
@@ -186,6 +142,7 @@ def all_to_all_single(
     if share_memory(output, input):
         raise ArgumentError("output: shares memory with input")
     check_dtype(input.dtype, bound)
+    check_backend(group, input.device)
     row = row_of(input, row_shape)
     if row_of(output, row_shape) != row:
         raise ArgumentError(f"output: rows of {list(output.shape[1:])}, of input {row} elements")
@@ -224,21 +181,18 @@ def all_to_all_single(
         return Rows(sent, into, send_rows, receive_rows, value, relative, repeats=repeats)
 
     if there:
-        caller.begin_call(group, input.device, kind, own, bounded=bound is not None)
+        choice = caller.begin_call(group, input.device, kind, own, bounded=bound is not None)
         try:
             rows = rows_to(target, caller)  # what is damaged is not written there
         except Exception as error:
             caller.fail_call(group, input.device, 0, error)
             raise
-        started = caller.start(group, [rows], async_op=async_op)
-        if isinstance(started, DeviceExchange):
-            work: dist.Work = ExchangeWork(started.finish, started.done, started.exception)
-        else:
-            work = started or _done_work()
-        return work if async_op else _waited(work)
+        if not async_op:
+            caller.exchange(group, [rows], [choice])
+            return None
+        return ExchangeWork(output, _under_way(caller.start(group, [rows], async_op=True), caller))
 
-    def run(over: dist.ProcessGroup) -> None:
-        caller = function_caller(over, codec)
+    def run(over: dist.ProcessGroup, caller: Caller) -> None:
         choice = caller.begin_call(over, input.device, kind, own, bounded=bound is not None)
         try:
             # What comes compressed may be damaged: the output is written once all of it is sound.
@@ -252,17 +206,26 @@ def all_to_all_single(
             target.copy_(into)
 
     if not async_op:
-        run(group)
+        run(group, caller)
         return None
     helper = helper_of(group)
-    task = helper.lane.submit(run, helper.group)
-    return ExchangeWork(task.result, task.done, task.exception)
+    task = helper.lane.submit(run, helper.group, function_caller(helper.group, codec))
+    return ExchangeWork(output, OfThread(task))
 
 
-def _waited(work: dist.Work) -> None:
-    work.wait()
+def _under_way(started: DeviceExchange | dist.Work | None, caller: Caller) -> UnderWay:
+    """Return what was begun as a `Work` asks for it."""
+    if isinstance(started, DeviceExchange):
+        return started
+    return Over() if started is None else OfTorch(started, caller.faults)
 
 
-def _done_work() -> ExchangeWork:
-    """Return the work of torch's own collective that is done."""
-    return ExchangeWork(lambda _: None, lambda: True, lambda: None)
+_callers: PerGroup[str, Caller] = PerGroup()
+
+
+def function_caller(group: dist.ProcessGroup, codec: str) -> Caller:
+    """Return what the function keeps between its exchanges over a communicator."""
+    of_group = _callers.of(group)
+    if codec not in of_group:
+        of_group[codec] = Caller(codec=codec, lasting=False)
+    return of_group[codec]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache, partial
 from typing import Any
@@ -30,6 +31,7 @@ from .helpers import Helper
 from .layout import Layout, Rows, sizes_of_tables
 from .stats import Counters
 from .wire import DESCRIPTOR_BYTES, FAILED, Turn, descriptor
+from .work import error_of, not_begun, refuse_to_wait, this_thread
 
 
 class DeviceExchange:
@@ -67,6 +69,9 @@ class DeviceExchange:
         Of the tables' sizes, where it is known.
     turn : Turn
         Which call this is.
+    async_op : bool
+        Whether it may be waited for on any stream, more than once or never: rows of this rank for
+        itself are then copied with those that come, and else by `finish`.
     """
 
     def __init__(
@@ -83,6 +88,7 @@ class DeviceExchange:
         own_rows_cross: bool = False,
         layout: Layout | None = None,
         turn: Turn = Turn(),  # noqa: B008 - a constant
+        async_op: bool = False,
     ) -> None:
         self._helper, self._tables = helper, tables
         self._counters, self._faults = counters, faults
@@ -101,7 +107,7 @@ class DeviceExchange:
         self._difference: Difference | None = None
         self._sent: dict[int, Sequence[torch.Tensor]] = {}
         self._begun_on: torch.cuda.Stream | None = None
-        self._stopped = self._own_rows_copied = False
+        self._stopped, self._async = False, async_op
         self._damage: Exception | None = None
         #: Whether all has crossed: what fails then, fails on this rank alone.
         self.crossed = False
@@ -129,18 +135,17 @@ class DeviceExchange:
             table.repeats = None if table.repeats is None else list(table.repeats)
             if table.repeats and self._copied is not None:
                 table.repeats[self._copied] = None
-        for piece in range(self._pieces):
-            try:
+        try:
+            for piece in range(self._pieces):
                 coded = self._encoded(self._parts(piece))
                 numbers = [t for each in coded for t in (each.offsets, each.sizes)]
-                host, encoded = self._to_host(numbers)
-            except BaseException as error:
-                if isinstance(error, Exception):
-                    self._helper.lane.submit(self._fail, error).wait()
-                else:  # an interrupt waits for no rank
-                    self._faults.broken(_reason_of(error))
-                raise
-            self._tasks.append(self._helper.lane.submit(self._stages, piece, coded, host, encoded))
+                given = piece, coded, *self._to_host(numbers)
+                self._tasks.append(self._helper.lane.submit(self._stages, *given))
+        except BaseException as error:
+            if isinstance(error, Exception):
+                self._helper.lane.submit(self._fail, error).wait()
+            self._faults.interrupted(error)  # one waits for no rank
+            raise
 
     def done(self) -> bool:
         """Return whether all is queued, or failed."""
@@ -148,7 +153,16 @@ class DeviceExchange:
 
     def exception(self) -> BaseException | None:
         """Return the error of the first piece that failed, or None; waits until all is queued."""
-        return next((error for task in self._tasks if (error := task.exception())), None)
+        return next((error for task in self._tasks if (error := error_of(task))), None)
+
+    def call_when_over(self, call: Callable[[], object]) -> None:
+        """Have ``call()`` called behind all that is queued, in the helper's thread or here."""
+
+        def behind(task: ThreadTask[torch.cuda.Event | None]) -> None:
+            with nullcontext() if self._lane is None else self._lane.on():
+                call()
+
+        self._tasks[-1].add_done_callback(behind)
 
     def finish(self, timeout_s: float | None = None) -> None:
         """Wait until all is queued, and let torch's current stream wait for it; see `run`.
@@ -158,13 +172,17 @@ class DeviceExchange:
         TimeoutError
             When it takes longer; the exchange goes on.
         """
-        self._tasks[-1].exception(timeout_s)  # in order: the first one that failed says why
-        for task in self._tasks:
-            done = task.result()
+        if this_thread.completes and not self.done():
+            refuse_to_wait()
+        try:
+            self._tasks[-1].exception(timeout_s)  # in order: the first one that failed says why
+            for task in self._tasks:
+                done = task.result()
+        except CancelledError:
+            raise not_begun() from None
         if done is not None:
             current_stream(self._device).wait_event(done)
-        if not self._own_rows_copied:
-            self._own_rows_copied = True
+        if not self._async:
             self._copy_own()
 
     def _copy_own(self) -> None:
@@ -459,6 +477,8 @@ class DeviceExchange:
         started = time.perf_counter()
         try:
             self._reader.read(piece, data, come, [row[1] for row in of_ranks])
+            if last and self._async and self._damage is None:
+                self._copy_own()
         except Exception as error:  # whatever it is, pieces that follow cross
             self._damage = self._damage or error
         if last and self._damage is not None:

@@ -83,6 +83,14 @@ class Faults:
         """Note that a collective failed: every later call raises at once."""
         self._reason, self._unreported = self._reason or reason, False
 
+    def interrupted(self, error: BaseException) -> None:
+        """Note an error that no `Exception` is: what it kept this rank from, others did.
+
+        It comes between any two lines, so that nobody knows what was begun.
+        """
+        if not isinstance(error, Exception):
+            self.broken(f"exchange: {error!r:.200}")
+
     def failed(self, reason: str, *, known_to_all: bool, cause: int = OTHER_CAUSE) -> None:
         """Note that an exchange was finished, but not as this rank wanted, or not begun."""
         if known_to_all and not self._lasting:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import weakref
 from contextlib import nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ..engine.transfer import StreamLane, ThreadLane
+from ..errors import ArgumentError
+from .faults import ExchangeError
+from .groups import PerGroup, end_group, is_known, new_group_beside
+
+CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -36,56 +38,57 @@ class Helper:
     words: torch.Tensor
     stream: StreamLane | None = None
 
-
-_helpers: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[str, Helper]] = (
-    weakref.WeakKeyDictionary()
-)
-# torch keeps a helper's communicator until all groups are destroyed. It is not destroyed with the
-# group that it serves: torch would give its name to the next one of the same ranks, and these would
-# read what the store has of the old one.
-
-
-def helper_of(group: dist.ProcessGroup, device_type: str = "cpu") -> Helper:
-    """Return the helper of a group for tensors of a device; all its ranks make it at once."""
-    of_group = _helpers.setdefault(group, {})
-    if device_type not in of_group:
-        _make_as_many_groups(group, device_type)
-        ranks = dist.get_process_group_ranks(group)
-        # Messages go by a rank's place in the group, which may be in another order than the ranks.
-        order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}
-        own = dist.new_group(
-            ranks,
-            backend="nccl" if device_type == "cuda" else "gloo",
-            timeout=timeout_of(group, device_type),
-            use_local_synchronization=True,
-            **order,
-        )
-        device, stream = torch.device(device_type), None
-        if device_type == "cuda":
-            device = torch.device("cuda", torch.cuda.current_device())
-            stream = StreamLane(device)
-        with nullcontext() if stream is None else stream.on():
-            words = torch.zeros(2, group.size(), 2, dtype=torch.int64, device=device)
-        of_group[device_type] = Helper(own, ThreadLane("bitslab-exchange"), words, stream)
-    return of_group[device_type]
+    def close(self) -> None:
+        """End thread and communicator; what the thread has not begun is cancelled."""
+        self.lane.close()
+        if self.stream is not None:
+            self.stream.stream.synchronize()
+        end_group(self.group)
 
 
-def _make_as_many_groups(group: dist.ProcessGroup, device_type: str) -> None:
-    """Make groups of this rank alone until it knows as many as the others of a group.
+def _close(made: Helper | str) -> None:
+    if isinstance(made, Helper):
+        made.close()
 
-    torch names a group that only its ranks make by the number of groups that a rank knows: ranks
-    that differ in it would wait for each other under two names.
+
+#: By device the helper of a group, or why there is none.
+_helpers: PerGroup[torch.device, Helper | str] = PerGroup(_close)
+
+
+def helper_of(group: dist.ProcessGroup, device: torch.device = CPU) -> Helper:
+    """Return the helper of a group for tensors of a device; all its ranks make it at once.
+
+    It ends with the group.
+
+    Raises
+    ------
+    ExchangeError
+        When it cannot be made, and from there on: ranks may have come apart.
+    ArgumentError
+        When the group was destroyed.
     """
-    known = dist.distributed_c10d._world.pg_names
-    most = torch.tensor([len(known)], device=device_type)
-    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
-    while len(known) < int(most):
-        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
+    of_group = _helpers.of(group)
+    found = of_group.get(device)
+    if found is None:
+        if not is_known(group):
+            raise ArgumentError("group: was destroyed, or is not one that torch.distributed made")
+        try:
+            found = of_group[device] = _made(group, device)
+        except BaseException as error:
+            reason = f"sizes stage: no communicator for the group's thread: {error!r:.200}"
+            of_group[device] = reason
+            if isinstance(error, RuntimeError):
+                raise ExchangeError(reason) from error
+            raise
+    if isinstance(found, str):
+        raise ExchangeError(f"an earlier exchange failed: {found}")
+    return found
 
 
-def timeout_of(group: dist.ProcessGroup, device_type: str = "cpu") -> timedelta | None:
-    """Return how long collectives of a group wait at most; None where its backend keeps it."""
-    backend = group._get_backend(torch.device(device_type))
-    options = getattr(backend, "options", None)
-    found = getattr(options, "_timeout", None)
-    return found if isinstance(found, timedelta) else None
+def _made(group: dist.ProcessGroup, device: torch.device) -> Helper:
+    on_gpu = device.type == "cuda"
+    own = new_group_beside(group, "nccl" if on_gpu else "gloo", device)
+    stream = StreamLane(device) if on_gpu else None
+    with nullcontext() if stream is None else stream.on():
+        words = torch.zeros(2, group.size(), 2, dtype=torch.int64, device=device)
+    return Helper(own, ThreadLane("bitslab-exchange"), words, stream)

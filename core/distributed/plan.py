@@ -201,6 +201,12 @@ def states_of(
     return found
 
 
+def check_bounds_of(codec: str, states: Mapping[str, TableState], other: object | None) -> None:
+    """Refuse bounds of tables, or another one, with a codec that keeps every bit."""
+    if codec == "raw" and (other or any(state.bound for state in states.values())):
+        raise ArgumentError("error_bound, backward: a bound with codec='raw', which loses nothing")
+
+
 def row_elements_of(states: Mapping[str, TableState]) -> dict[str, int]:
     """Return the elements of a row of each planned table."""
     tables = {name: state.table for name, state in states.items()}

@@ -119,7 +119,7 @@ class WeightHandle(torch.Tensor):
     def requires_grad(self, value: bool) -> None:
         self.requires_grad_(value)
 
-    def requires_grad_(self, requires_grad: bool = True) -> WeightHandle:  # type: ignore[override]
+    def requires_grad_(self, requires_grad: bool = True) -> WeightHandle:
         """Return the handle; BitslabError where a gradient is asked for."""
         if requires_grad:
             raise self.refusal("trained, as requires_grad=True asks; train adapters beside it")

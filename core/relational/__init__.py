@@ -35,8 +35,20 @@ from .layer_report import (
     or_own_code,
     overridden,
 )
-from .layers import HGT, OF_NODES, TYPED_MEAN, TYPED_SUM, WEIGHTED_SUM, blend, rgat
-from .operator import run_on_edges
+from .layers import (
+    ADDED_OF_NODES,
+    BIASED_OF_NODES,
+    HGT,
+    OF_NODES,
+    TYPED_MEAN,
+    TYPED_SUM,
+    WEIGHTED_SUM,
+    blend,
+    first_rows,
+    rgat,
+    rows_of,
+)
+from .operator import run_on_edges, run_on_nodes
 from .passes import Passes
 from .program import CompiledProgram, Program, program
 from .trace import (
@@ -53,6 +65,8 @@ from .trace import (
 )
 
 __all__ = [
+    "ADDED_OF_NODES",
+    "BIASED_OF_NODES",
     "HGT",
     "OF_NODES",
     "TYPED_MEAN",
@@ -72,6 +86,7 @@ __all__ = [
     "count_call",
     "dot",
     "exp",
+    "first_rows",
     "flatten",
     "forget_calls",
     "leaky_relu",
@@ -79,7 +94,9 @@ __all__ = [
     "overridden",
     "program",
     "rgat",
+    "rows_of",
     "run_on_edges",
+    "run_on_nodes",
     "shared",
     "softmax_by_dst",
     "split",

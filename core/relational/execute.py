@@ -358,15 +358,6 @@ class Machine(Products):
         """Sum over rows."""
         return x.sum(0).sum_to_size(step.shape)
 
-    def linear_add(
-        self, step: Step, rest: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
-    ) -> torch.Tensor:
-        """Add rows times a weight that all share."""
-        if rest.ndim == 2:
-            return torch.addmm(rest, x, weight)
-        flat = (rest.flatten(0, -2), x.flatten(0, -2))
-        return torch.addmm(*flat, weight).view(rest.shape)
-
     def add_number(self, step: Step, x: torch.Tensor) -> torch.Tensor:
         """Add a number."""
         return torch.add(x, step.attrs[0])

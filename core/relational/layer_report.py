@@ -32,7 +32,6 @@ NO_PLAN = "no memory for a plan"
 def or_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return a layer's forward pass that, without memory for a plan, runs the framework's own."""
 
-    @functools.wraps(forward)
     def run(layer: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             return forward(layer, *args, **kwargs)
@@ -49,14 +48,17 @@ def or_own_code(forward: Callable[..., Any]) -> Callable[..., Any]:
         # Behind the handler, whose traceback holds what the plan had of memory.
         return _own_forward(type(layer))(layer, *args, **kwargs)
 
-    return run
+    # `torch.compile` limits how often it compiles a code object, which all layers would share.
+    run.__code__ = run.__code__.replace(co_name=forward.__name__)
+    return functools.wraps(forward)(run)
 
 
 def _has_packed(values: Iterable[Any]) -> bool:
-    """Return whether packed rows are among arguments, or elements of tuples."""
+    """Return whether packed rows are among arguments, or elements of tuples and dicts."""
     return any(
         isinstance(value, PACKED)
         or (isinstance(value, tuple | list | ValuesView) and _has_packed(value))
+        or (isinstance(value, Mapping) and _has_packed(value.values()))
         for value in values
     )
 

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
-from .program import CompiledProgram, program
+from .program import PACKED, CompiledProgram, Packed, program
 from .trace import (
     Graph,
     Value,
     dot,
     leaky_relu,
+    shared,
     softmax_by_dst,
     split,
     sum_to_dst,
+    transposed,
     typed_linear,
 )
 
@@ -38,6 +42,16 @@ def _of_nodes(g: Graph, x: Value, weight: Value) -> Value:
 
 
 @program
+def _added_of_nodes(g: Graph, rest: Value, x: Value, weight: Value) -> Value:
+    return g.dst(rest) + g.dst(x) @ weight
+
+
+@program
+def _biased_of_nodes(g: Graph, bias: Value, x: Value, weight: Value) -> Value:
+    return shared(bias) + g.dst(x) @ transposed(weight)
+
+
+@program
 def _hgt(g: Graph, k: Value, q: Value, v: Value, keys: Value, values: Value, prior: Value) -> Value:
     score = dot(typed_linear(g.src(k), keys), g.dst(q)) * g.relation(prior)
     return sum_to_dst(softmax_by_dst(score) * typed_linear(g.src(v), values))
@@ -51,11 +65,37 @@ TYPED_SUM = _typed_sum.compile()
 TYPED_MEAN = _typed_mean.compile()
 #: The same with weights of edges: inputs x, weight, norm.
 WEIGHTED_SUM = _weighted_sum.compile()
-#: Rows of destinations, which may be packed, times a weight: inputs x and weight.
+#: Rows of destinations, which may be packed, times a weight: inputs x and weight. Packed rows may
+#: be those of all sources, of which the destinations are the first.
 OF_NODES = _of_nodes.compile()
+#: The same, added to other rows: inputs rest, x and weight.
+ADDED_OF_NODES = _added_of_nodes.compile()
+#: The same, added to one row: inputs bias, x and weight ``[N, K]``, that of torch.nn.Linear.
+BIASED_OF_NODES = _biased_of_nodes.compile()
 #: HGT's attention: k and v ``[N_src, H, D]``, q ``[N_dst, H, D]``, the relations' matrices keys and
 #: values ``[R, H, D, D]``, and prior ``[R, H, 1]``; rows ``[H, D]`` of destinations.
 HGT = _hgt.compile()
+
+
+def rows_of(x: Any, width: int | None = None) -> Any:
+    """Return a layer's features as programs take them, None for what is no rows of floats.
+
+    Packed are tables and caches of rows; with a `width`, those of another one are not taken. Inside
+    `torch.compile` only tensors are.
+    """
+    if isinstance(x, PACKED):
+        rows = x.ndim == 2 and x.dtype.is_floating_point and width in (None, x.shape[1])
+        return x if rows and not torch.compiler.is_compiling() else None
+    if not isinstance(x, torch.Tensor) or x.ndim != 2 or not x.is_floating_point():
+        return None
+    return x if x.layout is torch.strided else None
+
+
+def first_rows(x: torch.Tensor | Packed, n: int, device: torch.device) -> torch.Tensor:
+    """Return the first rows of features as a tensor, of packed ones decoded."""
+    if isinstance(x, torch.Tensor):
+        return x[:n]
+    return x.gather(torch.arange(n, device=device))
 
 
 def blend(start: torch.Tensor, end: torch.Tensor, share: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ the forward pass again: an operator of torch keeps nothing but its inputs.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,6 +37,20 @@ def run_on_edges(
         return _on_kept_graph(program, graph, inputs)
     outputs = _traced(program, edge_index, edge_type, num_nodes, num_relations, inputs)
     return outputs[0] if program.program.single else tuple(outputs)
+
+
+def run_on_nodes(
+    program: CompiledProgram, n: int, device: torch.device, *inputs: torch.Tensor | Packed
+) -> Any:
+    """Return the outputs of a program that looks at no edge, of `n` destinations on a device."""
+    return program(_without_edges(n, device), *inputs)
+
+
+@functools.lru_cache(maxsize=64)
+def _without_edges(n: int, device: torch.device) -> RelationalGraph:
+    with torch.inference_mode(False):
+        none = torch.empty(2, 0, dtype=torch.int64, device=device)
+    return RelationalGraph(none, none[0], (0, n), 1)
 
 
 def _on_kept_graph(
@@ -179,6 +194,8 @@ def shapes_of(outputs: Sequence[Value], inputs: dict[str, Shape]) -> list[Shape]
                 shape = ()
             case "typed_linear":
                 shape = (*args[1][:-2], args[1][-1])
+            case "t":
+                shape = (*args[0][:-2], args[0][-1], args[0][-2])
             case "linear":
                 shape = (*args[0][:-1], args[1][-1])
             case "dot":

@@ -47,7 +47,7 @@ class PackedProducts:
         self._gathers_first: dict[tuple[str, int], bool] = {}
 
     def run(
-        self, x: Any, depth: int, index: torch.Tensor | None, what: str, multiply: Multiply
+        self, x: Any, n: int, depth: int, index: torch.Tensor | None, what: str, multiply: Multiply
     ) -> bool:
         """Multiply packed rows; return False, with nothing done, where kernels do not take them.
 
@@ -55,19 +55,20 @@ class PackedProducts:
         ----------
         x : CompressedTable or CompressedFeature or SlabCache
             ``[N, depth]``.
+        n : int
+            How many rows are read.
         depth : int
             Elements of a row.
         index : torch.Tensor or None
-            int64 ``[n]`` on the GPU: the rows that are read; None: all, as they are.
+            int64 ``[n]`` on the GPU: the rows that are read; None: the first.
         what : str
             What tells products of these rows with other times.
         multiply : callable
             Starts the kernels of the product on packed or raw rows.
         """
-        found = self._rebuilt(x, depth, index, what, multiply)
-        if isinstance(found, bool):
-            return found
-        name, n = found
+        name = self._rebuilt(x, n, depth, index, what, multiply)
+        if isinstance(name, bool):
+            return name
 
         def gathered() -> None:
             ids = torch.arange(n, device=self._device) if index is None else index
@@ -87,26 +88,25 @@ class PackedProducts:
                 return True
         except torch.OutOfMemoryError:  # no room to measure, or for raw rows
             self._gathers_first[key] = False
-        return self._rebuilt(x, depth, index, what, multiply) is True
+        return self._rebuilt(x, n, depth, index, what, multiply) is True
 
     def _rebuilt(
-        self, x: Any, depth: int, index: torch.Tensor | None, what: str, multiply: Multiply
-    ) -> bool | tuple[str, int]:
+        self, x: Any, n: int, depth: int, index: torch.Tensor | None, what: str, multiply: Multiply
+    ) -> bool | str:
         """Multiply rows as they are rebuilt, if they are to be; return whether kernels take them.
 
         Where gathering them first is faster, or was not measured, nothing is done: returns what
-        tells products of other times, and the number of rows.
+        tells products of other times.
         """
         with x.read_by_products(self._device) as source:
             if source is None or not self._kernels.typed.takes(source, depth):
                 return False
-            n = len(x) if index is None else len(index)
             name = f"typed {what}, {_described(source)}"
             first = self._gathers_first.get((name, measured_rows(n)))
             if first is False or not self._may_gather(source, n, depth, known=first is not None):
                 multiply(source, index)
                 return True
-        return name, n
+        return name
 
     def _may_gather(
         self, source: PackedRows | torch.Tensor, n: int, depth: int, known: bool

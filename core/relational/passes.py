@@ -91,11 +91,14 @@ class Lowering:
         for step in in_order(self.outputs):
             for place, read in enumerate(step.args):
                 source = read.args[0] if read.op == "gather" else read
-                accepted = ("typed_linear",) if read.op == "gather" else ("linear", "gather")
                 if source.op != "packed":
                     continue
-                if place > 0 or step.op not in (*accepted, "typed_linear"):
-                    what = f"the weight of {step.op}" if place > 0 else f"read by {step.op}"
+                by_index, whole = ("typed_linear", 0), (("linear", 0), ("linear_add", 1))
+                if read.op != "gather" and step.op == "gather":
+                    continue
+                if (step.op, place) not in (by_index, *(whole if read.op != "gather" else ())):
+                    product = step.op in ("typed_linear", "linear", "linear_add")
+                    what = f"the weight of {step.op}" if product else f"read by {step.op}"
                     raise ArgumentError(
                         f"input {source.attrs[0]!r} is packed and {what}; accepted are rows of "
                         "typed_linear and @, or decode it first"
@@ -119,7 +122,10 @@ class Lowering:
         (letter,) = value.deps
         space, info = ROWS_OF[letter], self.inputs[name]
         rows = self.steps.rows(space)
-        if not info.shape or info.shape[0] != rows:
+        # A block's destinations are its first sources, and packed rows cannot be cut.
+        first = letter == "d" and info.packed and rows <= self.graph.num_src
+        accepted = (rows, self.graph.num_src) if first else (rows,)
+        if not info.shape or info.shape[0] not in accepted:
             hint = "" if letter != "e" else ", or shared(...) of a tensor that all rows share"
             raise ArgumentError(
                 f"{value.line}: input {name!r} has shape {list(info.shape)}; accepted are "
@@ -141,7 +147,7 @@ class Lowering:
     def _elementwise(self, value: Value) -> Step:
         space = self.space(value)
         args = tuple(self.steps.gather(self.step(a), space) for a in value.args)
-        if value.op == "add" and self.passes.fuse and len({(a.space, a.shape) for a in args}) == 1:
+        if value.op == "add" and self.passes.fuse and len({a.shape for a in args}) == 1:
             return self.steps.plus(*args)
         return self.steps.elementwise(value.op, args, *value.attrs, line=value.line)
 
@@ -165,6 +171,9 @@ class Lowering:
     def _typed_linear(self, value: Value) -> Step:
         x, weight = map(self.step, value.args)
         space = self.space(value)
+        if x.op == "packed" and len(x.shape) == 1 and len(weight.shape) == 3:
+            # Rows of heads, which are split as they are decoded.
+            x = self.steps.reshape(x, weight.shape[:-1])
         if x.space == "relation":  # the same for every edge: W[r] v[r]
             return self.steps.typed_linear(x, weight, value.line)
         rows = "typed_edge" if space == "edge" else space

@@ -7,8 +7,10 @@ multiplied by the loops of the traversal template. Packed rows are the kernels' 
 
 from __future__ import annotations
 
+import bisect
+import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -113,7 +115,8 @@ class Products:
         space = step.args[0].space
         bounds = self.graph.rows(space).bounds
         if bounds is None:  # one row for each relation
-            return torch.matmul(x.unsqueeze(-2), weight).squeeze(-2)
+            rows = self._plain(step, x, weight.dtype)
+            return torch.matmul(rows.unsqueeze(-2), weight).squeeze(-2)
         return self._product(space, bounds, x, weight, step, index)
 
     def weight_grad(
@@ -123,24 +126,71 @@ class Products:
         space = step.args[0].space
         bounds = self.graph.rows(space).bounds
         if bounds is None:
-            return torch.mul(x.unsqueeze(-1), g.unsqueeze(-2))
+            return torch.mul(self._plain(step, x, g.dtype).unsqueeze(-1), g.unsqueeze(-2))
         return self._gradient(space, bounds, x, g, step, index)
+
+    def _plain(self, step: Step, x: Any, dtype: torch.dtype) -> torch.Tensor:
+        """Return rows of relations, which are few, decoded."""
+        if isinstance(x, torch.Tensor):
+            return x
+        rows: torch.Tensor = x.gather(torch.arange(len(x), device=self.graph.device))
+        return rows.to(dtype).view(len(x), *step.args[0].shape)
 
     def linear(self, step: Step, x: Any, weight: torch.Tensor) -> torch.Tensor:
         """Multiply rows by a weight that all share."""
         if isinstance(x, torch.Tensor):
             return torch.matmul(x, weight)
         bounds = [0, self.graph.rows(step.space).n]
-        return self._product(f"all {step.space}", bounds, x, weight[None], step, None)
+        if self.packed is not None:
+            return self._product(f"all {step.space}", bounds, x, weight[None], step, None)
+        out = weight.new_empty(bounds[-1], *step.shape)
+        typed_products.multiply_rows(x, weight[None], bounds, out)
+        return out
+
+    def linear_add(
+        self, step: Step, rest: torch.Tensor, x: Any, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Add rows times a weight that all share to other rows, or to one row."""
+        if not isinstance(x, torch.Tensor):
+            return self._add_packed(step, rest, x, weight)
+        if x.ndim == 2:
+            return torch.addmm(rest, x, weight)
+        flat = (rest.flatten(0, -2), x.flatten(0, -2))
+        return torch.addmm(*flat, weight).view(rest.shape)
+
+    def _add_packed(
+        self, step: Step, rest: torch.Tensor, x: Any, weight: torch.Tensor
+    ) -> torch.Tensor:
+        if self.packed is not None:
+            return rest + self.linear(step, x, weight)
+        out = weight.new_empty(self.graph.rows(step.space).n, *step.shape)
+        for rows in typed_products.blocks(x, [0, len(out)], None, out.device):
+            _, begin, end, decoded = rows
+            start = rest if rest.ndim == 1 else rest[begin:end]
+            torch.addmm(start, decoded.to(weight.dtype), weight, out=out[begin:end])
+        return out
 
     def linear_grad(self, step: Step, x: Any, g: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the weight of `linear`."""
-        if isinstance(x, torch.Tensor):
+        """Return the gradient of the weight of `linear`, or of one that was transposed."""
+        transposed = bool(step.attrs)
+        if isinstance(x, torch.Tensor) and (x.is_cuda or x.ndim > 2 or x.shape[0] <= BLOCK_ROWS):
             rows = (x, g) if x.ndim == 2 else (x.flatten(0, -2), g.flatten(0, -2))
-            return torch.mm(rows[0].t(), rows[1])
+            left, right = rows[::-1] if transposed else rows
+            return torch.mm(left.t(), right)
         space = step.args[0].space
         bounds = [0, self.graph.rows(space).n]
-        return self._gradient(f"all {space}", bounds, x, g, step, None)[0]
+        if self.packed is not None:
+            shape = step.shape[::-1] if transposed else step.shape
+            step = dataclasses.replace(step, shape=shape)
+            found = self._gradient(f"all {space}", bounds, x, g, step, None)[0]
+            return found.t() if transposed else found
+        # Raw rows too go block by block, so that packed ones give their bits.
+        out = g.new_zeros(step.shape)
+        for _, begin, end, decoded in typed_products.blocks(x, bounds, None, g.device):
+            rows = (decoded.to(g.dtype), g[begin:end])
+            left, right = rows[::-1] if transposed else rows
+            out.addmm_(left.t(), right)
+        return out
 
     def _product(
         self,
@@ -158,14 +208,21 @@ class Products:
             tiles = tiles_of(self.graph, space, bounds)
             self.kernels.typed.product(source, weight.contiguous(), tiles, out, index=rows)
 
-        if self.packed is not None and x.dtype is weight.dtype and not isinstance(x, torch.Tensor):
+        heads = weight.ndim > 3
+        if self.packed is not None and not heads and _is_packed(x, weight.dtype):
             what = f"product by {list(weight.shape)}"
-            if self.packed.run(x, weight.shape[-2], index, what, multiply):
+            if self.packed.run(x, bounds[-1], weight.shape[-2], index, what, multiply):
                 return out
         if 1 in weight.shape[-2:] and self._loops_take(x, weight):
             by_loops = self._dots if weight.shape[-1] == 1 else self._multiples
-            return by_loops(space, x, weight, step, index)
-        padding = self._padded(space, bounds, x)
+            relation = self._relations(space)
+            if isinstance(x, torch.Tensor):
+                return by_loops(relation, x, weight, step, index)
+            ends = [*range(0, len(relation), BLOCK_ROWS), len(relation)]
+            decoded = self._decoded(x, index, ends)
+            parts = [by_loops(relation[b:e], rows, weight, step, None) for b, e, rows in decoded]
+            return torch.cat(parts)
+        padding = None if heads else self._padded(space, bounds)
         if padding is None:
             typed_products.multiply_rows(x, weight, bounds, out, index=index)
             return out
@@ -175,9 +232,20 @@ class Products:
     # On a CPU: matrices of one column, or of one row
 
     def _loops_take(self, x: Any, other: torch.Tensor) -> bool:
-        on_cpu = self.loops is not None and isinstance(x, torch.Tensor)
         wide = x.dtype is other.dtype and x.dtype in (torch.float32, torch.float64)
-        return on_cpu and wide and x.numel() > 0 and other.numel() > 0
+        return self.loops is not None and wide and 0 not in x.shape and other.numel() > 0
+
+    def _decoded(
+        self, x: Any, index: torch.Tensor | None, ends: Sequence[int]
+    ) -> Iterator[tuple[int, int, torch.Tensor]]:
+        """Yield first and last row, and packed rows, at most BLOCK_ROWS, between two of `ends`."""
+        begin = 0
+        while begin < ends[-1]:
+            end = ends[bisect.bisect_right(ends, begin + BLOCK_ROWS) - 1]
+            device = self.graph.device
+            ids = torch.arange(begin, end, device=device) if index is None else index[begin:end]
+            yield begin, end, x.gather(ids)
+            begin = end
 
     def _numbers(self, n: int) -> torch.Tensor:
         return self.graph.once(
@@ -190,10 +258,15 @@ class Products:
         return relation
 
     def _dots(
-        self, space: str, x: Any, weight: torch.Tensor, step: Step, index: torch.Tensor | None
+        self,
+        relation: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        step: Step,
+        index: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return the dot product of each row and its relation's vector."""
-        relation, depth = self._relations(space), weight.shape[-2]
+        depth = weight.shape[-2]
         numbers = self._numbers(len(relation))[:-1]
         rows, vectors = (t.reshape(len(t), -1, depth).contiguous() for t in (x, weight))
         ends = (numbers if index is None else index, relation, numbers)
@@ -201,10 +274,15 @@ class Products:
         return out.reshape(len(relation), *step.shape)
 
     def _multiples(
-        self, space: str, x: Any, weight: torch.Tensor, step: Step, index: torch.Tensor | None
+        self,
+        relation: torch.Tensor,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        step: Step,
+        index: torch.Tensor | None,
     ) -> torch.Tensor:
         """Return each row's relation's vector, times the row's one element."""
-        relation, width = self._relations(space), weight.shape[-1]
+        width = weight.shape[-1]
         starts = self._numbers(len(relation))
         entries = (starts, relation, starts[:-1] if index is None else index)
         elements = x.reshape(len(x), math.prod(x.shape[1:])).contiguous()
@@ -217,15 +295,35 @@ class Products:
     ) -> torch.Tensor:
         """Return for each relation the sum of its rows, each times its one element of g."""
         starts, relations = self.graph.once(("pieces", tuple(bounds)), lambda: _pieces(bounds))
-        numbers = self._numbers(len(g))[:-1]
-        rows = x.reshape(len(x), -1, step.shape[-2]).contiguous()
         elements = g.reshape(len(g), -1).contiguous()
-        entries = (starts, numbers if index is None else index, numbers)
-        parts: torch.Tensor = self.loops.sum_segments(*entries, elements, rows)
+        if isinstance(x, torch.Tensor):
+            parts = self._sums_of_pieces(starts, x, elements, step, index)
+        else:
+            ends, sums, first = starts.tolist(), [], 0
+            for begin, end, rows in self._decoded(x, index, ends):
+                last = len(starts) - 1 if end == len(g) else bisect.bisect_left(ends, end)
+                of_block = starts[first : last + 1] - begin
+                sums.append(self._sums_of_pieces(of_block, rows, elements[begin:end], step, None))
+                first = last
+            parts = torch.cat(sums)
         if relations is not None:
             out = parts.new_zeros(len(bounds) - 1, *parts.shape[1:])
             parts = out.index_add_(0, relations, parts)
         return parts.reshape(len(bounds) - 1, *step.shape)
+
+    def _sums_of_pieces(
+        self,
+        starts: torch.Tensor,
+        x: torch.Tensor,
+        elements: torch.Tensor,
+        step: Step,
+        index: torch.Tensor | None,
+    ) -> torch.Tensor:
+        numbers = self._numbers(len(elements))[:-1]
+        rows = x.reshape(len(x), -1, step.shape[-2]).contiguous()
+        entries = (starts, numbers if index is None else index, numbers)
+        sums: torch.Tensor = self.loops.sum_segments(*entries, elements, rows)
+        return sums
 
     def _gradient(
         self,
@@ -245,27 +343,30 @@ class Products:
             product = self.kernels.typed.gradient(source, g.contiguous(), tiles, depth, index=rows)
             found[:] = [product]
 
-        if self.packed is not None and x.dtype is g.dtype and not isinstance(x, torch.Tensor):
+        heads = step.shape[:-2]
+        if self.packed is not None and not heads and _is_packed(x, g.dtype):
             what = f"gradient of {[relations, depth, *g.shape[1:]]}"
-            if self.packed.run(x, depth, index, what, multiply):
+            if self.packed.run(x, bounds[-1], depth, index, what, multiply):
                 return found[0]
         if g.shape[-1] == 1 and self._loops_take(x, g):
             return self._weighted_rows(bounds, x, g, step, index)
-        padding = self._padded(space, bounds, x)
+        padding = None if heads else self._padded(space, bounds)
         if padding is not None:
             rows = padding.pad(x, index, clear=True).to(g.dtype)
             return torch.bmm(rows.transpose(1, 2), padding.pad(g, None, clear=True))
-        heads = step.shape[:-2]
         out = g.new_zeros(relations, *heads, depth, g.shape[-1])
         typed_products.multiply_gradient(x, g, bounds, out, index=index)
         return out
 
-    def _padded(self, space: str, bounds: Sequence[int], x: Any) -> Padding | None:
+    def _padded(self, space: str, bounds: Sequence[int]) -> Padding | None:
         """Return how relations are padded to one length, or None where each is multiplied alone."""
-        if len(x.shape) != 2:
-            return None
         device = self.graph.device
         return self.graph.once(("padded", space), lambda: Padding.of(bounds, device))
+
+
+def _is_packed(x: Any, dtype: torch.dtype) -> bool:
+    """Return whether rows are packed, and of a dtype."""
+    return x.dtype is dtype and not isinstance(x, torch.Tensor)
 
 
 def _pieces(bounds: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, ArgumentTypeError
+from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from ..tables import CompressedFeature, CompressedTable, SlabCache
 from .execute import Calls, Machine, Schedule
 from .gradient import differentiated, kept_of
@@ -24,6 +24,10 @@ Packed = CompressedTable | CompressedFeature | SlabCache
 _numbers = itertools.count()
 #: Compiled programs by their number.
 PROGRAMS: weakref.WeakValueDictionary[int, CompiledProgram] = weakref.WeakValueDictionary()
+
+
+class SecondDerivativeError(BitslabError, RuntimeError):
+    """A gradient of a program is to be differentiated again."""
 
 
 class Program:
@@ -341,8 +345,15 @@ class _Run(torch.autograd.Function):
         return tuple(results[: plan.n_outputs])
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> Any:
+        if torch.is_grad_enabled():
+            # `once_differentiable` would be silent where torch.autograd.grad looks for a way to
+            # inputs: what it returns is on none, and other ways would give a part of the result.
+            raise SecondDerivativeError(
+                "create_graph=True asks for gradients that can be differentiated, and relational "
+                "programs have no second derivative; restore_relational returns a model with the "
+                "framework's own layers, which have one"
+            )
         plan: Plan = ctx.plan
         assert plan.run_backward is not None
         saved = iter(ctx.saved_tensors)

@@ -120,6 +120,8 @@ class Steps:
         """Return x with rows of another shape."""
         if x.op == "reshape":
             x = x.args[0]
+        if x.op == "packed" and x.width == math.prod(shape):  # decoded to this shape
+            return self.make("packed", (), x.space, shape, *x.attrs)
         return x if x.shape == shape else self.make("reshape", (x,), x.space, shape)
 
     def transposed(self, weight: Step) -> Step:
@@ -127,6 +129,8 @@ class Steps:
         if weight.op == "t":
             return weight.args[0]
         *rest, k, n = weight.shape
+        if weight.op == "linear_grad":  # multiplied the other way, as torch does
+            return self.make(weight.op, weight.args, weight.space, (n, k), "transposed")
         return self.make("t", (weight,), weight.space, (*rest, n, k))
 
     def typed_linear(self, x: Step, weight: Step, line: str = "") -> Step:
@@ -153,9 +157,11 @@ class Steps:
         """Return a sum of rows; of a product with a shared weight it is one operator."""
         for rest, product in ((x, y), (y, x)):
             of_rows = product.op == "linear" and product.space != "shared"
-            plain = of_rows and product.args[0].op != "packed"
-            if plain and rest.shape == product.shape and rest.space == product.space:
-                return self.make("linear_add", (rest, *product.args), rest.space, rest.shape)
+            # One row for all is added to rows of one dimension.
+            spaces = (product.space, "shared") if len(product.shape) == 1 else (product.space,)
+            if of_rows and rest.shape == product.shape and rest.space in spaces:
+                args = (rest, *product.args)
+                return self.make("linear_add", args, product.space, product.shape)
         return self.elementwise("add", (x, y))
 
     def hop_sum(self, name: str, transposed: bool, x: Step, weight: Step | None = None) -> Step:

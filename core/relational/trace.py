@@ -180,6 +180,11 @@ def shared(x: Value) -> Value:
     return _shared(_value(x, "shared"))
 
 
+def transposed(weight: Value) -> Value:
+    """Return a weight ``[N, K]`` that all rows share as ``[K, N]``."""
+    return Value("t", (_shared(_value(weight, "transposed")),), (), "")
+
+
 def sum_to_dst(x: Value) -> Value:
     """Return for each destination the sum over its edges, 0 for a node without edges."""
     return Value("sum_to_dst", (_row(_value(x, "sum_to_dst")),), (), "d")
@@ -310,7 +315,7 @@ def _row(x: Value) -> Value:
 
 
 def _shared(x: Value) -> Value:
-    if x.op == "shared":
+    if x.op == "shared" or (x.op == "t" and not x.deps):
         return x
     if x.op != "input":
         raise ProgramError(f"{_line()}: a weight is an input of the program, not {x.op}")

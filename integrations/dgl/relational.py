@@ -14,8 +14,11 @@ import torch
 from dgl.nn import pytorch as dnn
 from torch import nn
 
+from bitslab.errors import ArgumentError
 from bitslab.relational import (
+    ADDED_OF_NODES,
     HGT,
+    OF_NODES,
     TYPED_SUM,
     WEIGHTED_SUM,
     KeptByTensors,
@@ -24,11 +27,14 @@ from bitslab.relational import (
     calls_of,
     check_no_packed,
     count_call,
+    first_rows,
     forget_calls,
     or_own_code,
     overridden,
+    rows_of,
     run_on_edges,
 )
+from bitslab.tensors import FeatureTensor
 
 _edge_indices = KeptByTensors()
 _rows = KeptByTensors()
@@ -45,11 +51,22 @@ def _graph_reason(g: Any, *types: Any) -> str:
     return ""
 
 
-def _rows_reason(x: Any) -> str:
-    """Return why features are not covered, or ''."""
-    if type(x) not in (torch.Tensor, nn.Parameter) or x.ndim != 2 or not x.is_floating_point():
-        return "features that are not rows of floats"
-    return ""
+#: Why features are not covered.
+_NO_ROWS = "features that are not rows of floats"
+
+
+def _features(x: Any) -> Any:
+    """Return features that a program takes, or None; packed ones take no gradient."""
+    if isinstance(x, FeatureTensor):
+        return None if x.requires_grad else rows_of(x.feature)
+    return rows_of(x)
+
+
+def _fits(norm: torch.Tensor, rows: Any) -> bool:
+    """Return whether a norm is of the rows' dtype, or is cast to one with them."""
+    if torch.is_autocast_enabled(norm.device.type):
+        return norm.is_floating_point()
+    return norm.dtype is rows.dtype
 
 
 def _edges(g: Any) -> torch.Tensor:
@@ -66,15 +83,29 @@ def _to_itself(types: torch.Tensor) -> torch.Tensor:
     return torch.stack([index, index])
 
 
-def _by_type(x: torch.Tensor, types: torch.Tensor, weight: torch.Tensor, n: int) -> torch.Tensor:
-    """Return each row of x times the weight of its type: each row is an edge to itself."""
+def _by_type(x: Any, types: torch.Tensor, weight: torch.Tensor, n: int) -> torch.Tensor:
+    """Return the first rows of x times the weight of their type: each is an edge to itself."""
     if torch.compiler.is_compiling():
         edges = _to_itself(types)
     else:
         edges = _rows.find((types,), None, lambda: _to_itself(types))
-    sizes = (len(types), len(types))
+    sizes = (x.shape[0], types.shape[0])
     found: torch.Tensor = run_on_edges(TYPED_SUM, edges, types, sizes, n, x, weight)
     return found
+
+
+def _typed(layer: Any, x: Any, types: torch.Tensor) -> torch.Tensor:
+    """Return what a TypedLinear makes of the first rows of x, one for each type."""
+    if layer.regularizer != "bdd":
+        return _by_type(x, types, layer.get_weight(), layer.num_types)
+    return _by_type(_in_blocks(layer, x), types, _blocks(layer), layer.num_types).flatten(1)
+
+
+def _in_blocks(layer: Any, x: Any) -> Any:
+    """Return rows for `_blocks`; packed rows are cut as they are decoded."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return x.reshape(len(x), layer.num_bases, layer.submat_in)
 
 
 class _Compiled:
@@ -97,13 +128,15 @@ def _blocks(layer: Any) -> torch.Tensor:
 class TypedLinear(_Compiled, dnn.TypedLinear):  # type: ignore[misc]
     """DGL's TypedLinear, compiled; arguments, parameters and results are DGL's.
 
-    Rows of floats run compiled, with any regularizer; no weight is copied by row.
+    Rows of floats run compiled, with any regularizer; no weight is copied by row. Packed rows are
+    decoded as they are multiplied: those of `compress_features`, or a table or a cache as x.
     """
 
     @or_own_code
     def forward(self, x: Any, x_type: Any, sorted_by_type: bool = False) -> Any:
         """Run the layer; arguments and result are DGL's."""
-        reason = _rows_reason(x)
+        rows = _features(x)
+        reason = "" if rows is not None else _NO_ROWS
         if not reason and (not isinstance(x_type, torch.Tensor) or x_type.dtype is torch.bool):
             reason = "types that are not a tensor of integers"
         if reason:
@@ -111,17 +144,20 @@ class TypedLinear(_Compiled, dnn.TypedLinear):  # type: ignore[misc]
         count_call(self, reason)
         if reason:
             return super().forward(x, x_type, sorted_by_type)
-        if self.regularizer == "bdd":
-            rows = x.reshape(len(x), self.num_bases, self.submat_in)
-            return _by_type(rows, x_type, _blocks(self), self.num_types).flatten(1)
-        return _by_type(x, x_type, self.get_weight(), self.num_types)
+        if len(x_type) != len(rows):
+            raise ArgumentError(
+                f"x_type has shape {list(x_type.shape)}, x {list(rows.shape)}; accepted are as "
+                "many types as rows"
+            )
+        return _typed(self, rows, x_type)
 
 
 class RelGraphConv(_Compiled, dnn.RelGraphConv):  # type: ignore[misc]
     """DGL's RelGraphConv, compiled; arguments, parameters and results are DGL's.
 
     Graphs and blocks of one edge type with features of floats run compiled, with any regularizer,
-    norm, self-loop, layer norm, activation and dropout; ``presorted`` changes nothing.
+    norm, self-loop, layer norm, activation and dropout; ``presorted`` changes nothing. Packed rows
+    are decoded as they are multiplied, by the weights of types and by that of the self-loop.
     """
 
     @or_own_code
@@ -129,20 +165,24 @@ class RelGraphConv(_Compiled, dnn.RelGraphConv):  # type: ignore[misc]
         self, g: Any, feat: Any, etypes: Any, norm: Any = None, *, presorted: bool = False
     ) -> Any:
         """Run the layer; arguments and result are DGL's."""
-        reason = self.overridden_hook or _graph_reason(g, etypes) or _rows_reason(feat)
+        rows = _features(feat)
+        reason = self.overridden_hook or _graph_reason(g, etypes)
+        if not reason and rows is None:
+            reason = _NO_ROWS
         if not reason and norm is None and "norm" in g.edata:
             reason = "a norm that the graph has"
         if not reason and norm is not None and norm.numel() != g.num_edges():
             reason = f"a norm of shape {list(norm.shape)}"
+        if not reason and norm is not None and not _fits(norm, rows):
+            reason = f"a norm of {norm.dtype}"
         if reason:
             check_no_packed({"feat": feat}, reason)
         count_call(self, reason)
         if reason:
             return super().forward(g, feat, etypes, norm, presorted=presorted)
-        typed, x = self.linear_r, feat
+        typed, x = self.linear_r, rows
         if typed.regularizer == "bdd":
-            weight = _blocks(typed)
-            x = feat.reshape(len(feat), typed.num_bases, typed.submat_in)
+            weight, x = _blocks(typed), _in_blocks(typed, rows)
         else:
             weight = typed.get_weight()
         sizes = (g.num_src_nodes(), g.num_dst_nodes())
@@ -157,50 +197,79 @@ class RelGraphConv(_Compiled, dnn.RelGraphConv):  # type: ignore[misc]
         if self.bias:
             h = h + self.h_bias
         if self.self_loop:
-            rows = feat[: g.num_dst_nodes()]
-            if torch.is_autocast_enabled(h.device.type):  # which would round h for addmm
-                h = h + rows @ self.loop_weight
-            else:
-                h = torch.addmm(h, rows, self.loop_weight)
+            h = self._with_loop(h, rows, edges)
         return self.dropout(self.activation(h) if self.activation else h)
+
+    def _with_loop(self, h: torch.Tensor, rows: Any, edges: tuple[Any, ...]) -> torch.Tensor:
+        rounds = torch.is_autocast_enabled(h.device.type)  # which would round h for addmm
+        plain, found = isinstance(rows, torch.Tensor), h
+        if rounds and plain:
+            found = h + rows[: len(h)] @ self.loop_weight
+        elif rounds:
+            found = h + run_on_edges(OF_NODES, *edges, rows, self.loop_weight)
+        elif plain:
+            found = torch.addmm(h, rows[: len(h)], self.loop_weight)
+        else:
+            found = run_on_edges(ADDED_OF_NODES, *edges, h, rows, self.loop_weight)
+        return found
 
 
 class HGTConv(_Compiled, dnn.HGTConv):  # type: ignore[misc]
     """DGL's HGTConv, compiled; arguments, parameters and results are DGL's.
 
     Graphs and blocks of one edge type run compiled, for any number of heads; ``presorted`` changes
-    nothing.
+    nothing. Packed rows are decoded as they are projected to keys, queries and values; the skip
+    connection of rows that are as wide as the output reads them once more, decoded.
     """
 
     @or_own_code
     def forward(self, g: Any, x: Any, ntype: Any, etype: Any, *, presorted: bool = False) -> Any:
         """Run the layer; arguments and result are DGL's."""
-        reason = self.overridden_hook or _graph_reason(g, ntype, etype) or _rows_reason(x)
+        rows = _features(x)
+        reason = self.overridden_hook or _graph_reason(g, ntype, etype)
+        if not reason and rows is None:
+            reason = _NO_ROWS
         if reason:
             check_no_packed({"x": x}, reason)
         count_call(self, reason)
         if reason:
             return super().forward(g, x, ntype, etype, presorted=presorted)
-        n_dst, heads = g.num_dst_nodes(), (-1, self.num_heads, self.head_size)
-        x_dst, dst_type = (x[:n_dst], ntype[:n_dst]) if g.is_block else (x, ntype)
-        k, v = (_projected(lin, x, ntype).view(heads) for lin in (self.linear_k, self.linear_v))
-        q = _projected(self.linear_q, x_dst, dst_type).view(heads)
+        n_dst, n_src = g.num_dst_nodes(), g.num_src_nodes()
+        if not len(rows) == len(ntype) == n_src:
+            raise ArgumentError(
+                f"x has {len(rows)} rows and ntype {len(ntype)}; accepted are {n_src} of both, one "
+                "for each source node"
+            )
+        dst_type = ntype[:n_dst] if g.is_block else ntype
+        linears = (self.linear_k, self.linear_v, self.linear_q)
+        if g.is_block:
+            k, v = self._projected(linears[:2], rows, ntype)
+            (q,) = self._projected(linears[2:], rows, dst_type)
+        else:
+            k, v, q = self._projected(linears, rows, ntype)
         keys, values = (
             torch.stack([lin.get_weight() for lin in matrices], 1)
             for matrices in (self.relation_att, self.relation_msg)
         )
         prior = torch.stack(list(self.relation_pri), 1)[:, :, None] / self.sqrt_d
-        edges = (_edges(g), etype, (g.num_src_nodes(), n_dst), len(keys))
+        edges = (_edges(g), etype, (n_src, n_dst), len(keys))
         h = run_on_edges(HGT, *edges, k, q, v, keys, values, prior).flatten(1)
-        h = self.drop(_projected(self.linear_a, h, dst_type))
-        residual = x_dst if x_dst.shape == h.shape else x_dst @ self.residual_w
+        h = self.drop(_typed(self.linear_a, h, dst_type))
+        if rows.shape[1] == h.shape[1]:
+            residual = first_rows(rows, n_dst, h.device)
+        elif isinstance(rows, torch.Tensor):
+            residual = rows[:n_dst] @ self.residual_w
+        else:
+            residual = run_on_edges(OF_NODES, *edges, rows, self.residual_w)
         h = blend(residual, h, self.skip[dst_type].sigmoid()[:, None])
         return self.norm(h) if self.use_norm else h
 
-
-def _projected(layer: Any, x: torch.Tensor, types: torch.Tensor) -> torch.Tensor:
-    """Return rows times the weight of their type."""
-    return _by_type(x, types, layer.get_weight(), layer.num_types)
+    def _projected(self, linears: Any, rows: Any, types: torch.Tensor) -> list[torch.Tensor]:
+        """Return what each of the layers makes of rows, ``[n, heads, size]``: read once for all."""
+        weight = torch.cat([linear.get_weight() for linear in linears], -1)
+        found = _by_type(rows, types, weight, linears[0].num_types)
+        shape = (len(types), len(linears), self.num_heads, self.head_size)
+        return list(found.view(shape).transpose(0, 1).contiguous().unbind())
 
 
 _COMPILED: dict[type, type] = {

@@ -1,10 +1,13 @@
-"""A pytest plug-in: any test run of DGL with every floating-point column compressed.
+"""A pytest plug-in: any test run of DGL with its columns compressed, or its layers compiled.
 
 ``pytest -p bitslab.integrations.dgl.testing --bitslab-compress-features ...`` makes each column
 that DGL makes of a tensor a `CompressedColumn`, so that any test suite of DGL checks that results
 do not change. Columns that cannot be compressed are left raw: integers, gradients, tensors on a
-GPU. Warnings of decoded copies are ignored: the tests did not choose to compress. Without the
-option nothing happens.
+GPU. Warnings of decoded copies are ignored: the tests did not choose to compress.
+
+With ``--bitslab-compile-relational`` RelGraphConv, HGTConv and TypedLinear of `dgl.nn` are the
+compiled classes for the run. DGL's own tests of these layers pass so. Without these options nothing
+happens.
 """
 
 from __future__ import annotations
@@ -12,13 +15,23 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+import dgl.nn
 import pytest
 from dgl.frame import Column, Frame
+from dgl.nn import pytorch
 
 from bitslab import CompressedFeature
+from bitslab.integrations.dgl import relational
 from bitslab.integrations.dgl.column import CompressedColumn, put_feature, why_raw
 
 OPTION = "--bitslab-compress-features"
+RELATIONAL = "--bitslab-compile-relational"
+#: Where DGL's users, and its tests, find the layers. The modules that define them keep their own:
+#: a layer that is in a layer, which no test made, is pickled by that name.
+_MODULES = (dgl.nn, pytorch, pytorch.conv)
+_plain_layers: dict[str, type] = {
+    name: getattr(pytorch, name) for name in ("RelGraphConv", "HGTConv", "TypedLinear")
+}
 
 # Every column is packed, however small, by a fixed plan: suites make thousands of columns of a few
 # numbers.
@@ -106,12 +119,15 @@ _KEY = pytest.StashKey[CompressEveryColumn]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option."""
-    parser.getgroup("bitslab").addoption(
-        OPTION,
-        action="store_true",
-        help="compress every floating-point feature column that DGL makes in this run",
-    )
+    """Add the options, of which the plug-in for PyG adds like ones too."""
+    for option, what in (
+        (OPTION, "compress every floating-point feature column that DGL makes in this run"),
+        (RELATIONAL, "compile every layer of typed edges"),
+    ):
+        with contextlib.suppress(ValueError):
+            parser.getgroup("bitslab").addoption(
+                option, action="store_true", default=False, help=what
+            )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -121,12 +137,23 @@ def pytest_configure(config: pytest.Config) -> None:
         allow_many_files()
         config.stash[_KEY] = CompressEveryColumn()
         config.stash[_KEY].start()
+    if config.getoption(RELATIONAL):
+        for name in _plain_layers:
+            _put_layer(name, getattr(relational, name))
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """Restore DGL's methods."""
+    """Restore DGL's methods and layers."""
+    for name, layer in _plain_layers.items():
+        _put_layer(name, layer)
     if _KEY in config.stash:
         config.stash[_KEY].stop()
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Return a line on whether layers are compiled."""
+    layers = "compiled" if config.getoption(RELATIONAL) else "as they are"
+    return f"bitslab: DGL's layers of typed edges are {layers}"
 
 
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
@@ -136,3 +163,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.write_line(
             f"bitslab: {every.compressed} columns were compressed, {every.raw} were left raw"
         )
+
+
+def _put_layer(name: str, layer: type) -> None:
+    for module in _MODULES:
+        if hasattr(module, name):
+            setattr(module, name, layer)

@@ -7,18 +7,23 @@ options that never are covered, `relational_calls` counts calls by reason.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 import torch_geometric.nn as gnn
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from bitslab import CompressedFeature, CompressedTable, SlabCache
 from bitslab.errors import ArgumentTypeError, IndexRangeError
 from bitslab.relational import (
+    ADDED_OF_NODES,
+    BIASED_OF_NODES,
     HGT,
     OF_NODES,
     TYPED_MEAN,
@@ -29,14 +34,19 @@ from bitslab.relational import (
     calls_of,
     check_no_packed,
     count_call,
+    first_rows,
     forget_calls,
     or_own_code,
     overridden,
     rgat,
+    rows_of,
     run_on_edges,
+    run_on_nodes,
 )
 from bitslab.tensors import FeatureTensor
 
+#: Features whose rows are packed.
+PACKED_FEATURES = (CompressedFeature, CompressedTable, SlabCache, FeatureTensor)
 _HOOKED = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
 #: Where PyG's layers keep the hooks of their parts.
 _HOOKS = tuple(f"_{name}_forward_{kind}hooks" for name in _HOOKED for kind in ("", "pre_"))
@@ -73,16 +83,12 @@ def _call_reason(conv: Any, *indices: Any) -> str:
     return ""
 
 
-def _features(x: Any, width: int | None) -> Any:
-    """Return features that a program takes, or None; `width` None: only their rows are counted."""
-    if isinstance(x, FeatureTensor):
-        x = x.feature
-    if isinstance(x, CompressedFeature | CompressedTable | SlabCache):
-        rows = x.ndim == 2 and x.dtype.is_floating_point and width in (None, x.shape[1])
-        return x if rows and not torch.compiler.is_compiling() else None
-    if not isinstance(x, torch.Tensor) or x.ndim != 2 or not x.is_floating_point():
-        return None
-    return x if x.layout is torch.strided else None
+def _pair(x: Any) -> Any:
+    """Return the features of sources and destinations, packed ones without their tensors."""
+    if not isinstance(x, tuple):
+        x = x.feature if isinstance(x, FeatureTensor) else x
+        return x, x
+    return tuple([each.feature if isinstance(each, FeatureTensor) else each for each in x])
 
 
 class _Constructed:
@@ -104,17 +110,31 @@ class _Constructed:
             cls.propagate = _not_generated(found.propagate)  # type: ignore[attr-defined]
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        with self._as_plain() as plain:
+            plain.__init__(self, *args, **kwargs)
+        if not self.overridden_hook:
+            _prepare(self)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore a copy or a pickle as PyG's class, whose code with masks is not ours."""
+        with self._as_plain() as plain:
+            plain.__setstate__(self, state)
+        if not self.overridden_hook:
+            _prepare(self)
+
+    @contextlib.contextmanager
+    def _as_plain(self) -> Iterator[Any]:
+        """Give the object PyG's class while it is made, unless its own class defines hooks."""
         kind = type(self)
         plain = next(_PLAIN[base] for base in kind.__mro__ if base in _PLAIN)
         if kind.overridden_hook:
-            plain.__init__(self, *args, **kwargs)  # type: ignore[misc]
+            yield plain
             return
         self.__class__ = plain
         try:
-            plain.__init__(self, *args, **kwargs)  # type: ignore[misc]
+            yield plain
         finally:
             self.__class__ = kind
-        _prepare(self)
 
 
 def _not_generated(propagate: Any) -> Any:
@@ -151,13 +171,11 @@ class _RelationalConv(_Constructed):
     def forward(self, x: Any, edge_index: Any, edge_type: Any = None) -> Any:
         """Run the layer; arguments and result are PyG's."""
         reason = self.relational_reason() or _call_reason(self, edge_index, edge_type)
-        pair = x if isinstance(x, tuple) else (x, x)
-        source = _features(pair[0], self.in_channels_l)
-        target = _features(pair[1], None if self.root is None else self.root.shape[0])
+        pair = _pair(x)
+        source = rows_of(pair[0], self.in_channels_l)
+        target = rows_of(pair[1], None if self.root is None else self.root.shape[0])
         if not reason and (source is None or target is None):
             reason = "features that are not rows of floats"
-        if not reason and self.num_blocks is not None and not isinstance(source, torch.Tensor):
-            reason = "num_blocks over packed rows"
         if reason:
             check_no_packed({"x": x}, reason)
         count_call(self, reason)  # type: ignore[arg-type]
@@ -167,19 +185,35 @@ class _RelationalConv(_Constructed):
         if self.num_bases is not None:
             mixed = self.comp @ weight.flatten(1)
             weight = mixed.view(self.num_relations, self.in_channels_l, self.out_channels)
-        if self.num_blocks is not None:
+        if self.num_blocks is not None and isinstance(source, torch.Tensor):
             width = source.shape[1] // self.num_blocks
             source = source.view(len(source), self.num_blocks, width)
         sizes = (source.shape[0], target.shape[0])
         edges = (edge_index, edge_type, sizes, self.num_relations)
         program = TYPED_MEAN if self.aggr == "mean" else TYPED_SUM
         out = run_on_edges(program, *edges, source, weight)
-        out = out.flatten(1)
-        if self.root is not None and isinstance(target, torch.Tensor):
-            out = torch.addmm(out, target, self.root)
-        elif self.root is not None:
-            out = out + run_on_edges(OF_NODES, *edges, target, self.root)
+        out = self._started(out.flatten(1))
+        if self.root is not None:
+            out = self._with_root(out, target, edges)
         return out if self.bias is None else out + self.bias
+
+    def _started(self, out: torch.Tensor) -> torch.Tensor:
+        """Return sums in the dtype that PyG makes them in."""
+        return out
+
+    def _with_root(self, out: torch.Tensor, target: Any, edges: tuple[Any, ...]) -> torch.Tensor:
+        # Autocast would round `out` for addmm.
+        added = out.dtype is self.root.dtype and not torch.is_autocast_enabled(out.device.type)
+        plain, found = isinstance(target, torch.Tensor), out
+        if added and plain:
+            found = torch.addmm(out, target, self.root)
+        elif added:
+            found = run_on_edges(ADDED_OF_NODES, *edges, out, target, self.root)
+        elif plain:
+            found = out + target @ self.root
+        else:
+            found = out + run_on_edges(OF_NODES, *edges, target, self.root)
+        return found
 
 
 class RGCNConv(_RelationalConv, gnn.RGCNConv):  # type: ignore[misc]
@@ -190,6 +224,11 @@ class RGCNConv(_RelationalConv, gnn.RGCNConv):  # type: ignore[misc]
     those of `compress_features`, or a table or a cache of rows as x. Other aggregations, indices as
     features, sparse adjacencies, PyG's hooks and explanations run PyG's own code.
     """
+
+    def _started(self, out: torch.Tensor) -> torch.Tensor:
+        # PyG adds to zeros of torch's default dtype.
+        dtype = torch.promote_types(out.dtype, torch.get_default_dtype())
+        return out if out.dtype is dtype else out.to(dtype)
 
 
 class FastRGCNConv(_RelationalConv, gnn.FastRGCNConv):  # type: ignore[misc]
@@ -230,8 +269,8 @@ class RGATConv(_Constructed, gnn.RGATConv):  # type: ignore[misc]
     ) -> Any:
         """Run the layer; arguments and result are PyG's."""
         reason = self.relational_reason() or _call_reason(self, edge_index, edge_type)
-        pair = x if isinstance(x, tuple) else (x, x)
-        source, target = (_features(each, self.in_channels) for each in pair)
+        pair = _pair(x)
+        source, target = rows_of(pair[0], self.in_channels), rows_of(pair[1], self.in_channels)
         if not reason and (source is None or target is None):
             reason = "features that are not rows of floats"
         if not reason and size is not None and tuple(size) != (len(source), len(target)):
@@ -291,8 +330,10 @@ _merged = KeptByTensors()
 class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
     """PyG's HGTConv, compiled; arguments, parameters and results are PyG's.
 
-    Attention over all edge types runs as one program. Sparse adjacencies, PyG's hooks and
-    explanations run PyG's own code.
+    Attention over all edge types runs as one program. Packed rows are decoded as they are projected
+    to keys, queries and values; the skip connection of a node type whose rows are as wide as the
+    output reads its rows once more, decoded. Sparse adjacencies, PyG's hooks and explanations run
+    PyG's own code.
     """
 
     def relational_reason(self) -> str:
@@ -311,11 +352,10 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
         if reason:
             return super().forward(x_dict, edge_index_dict)
         heads, dim = self.heads, self.out_channels // self.heads
-        try:
-            projected = self.kqv_lin(x_dict)
-        except (AttributeError, TypeError):
-            check_no_packed({"x_dict": x_dict})
-            raise
+        packed: dict[str, Any] = {}
+        if any([isinstance(x, PACKED_FEATURES) for x in x_dict.values()]):
+            packed = self._packed(x_dict)
+        projected = self._projected(x_dict, packed) if packed else self.kqv_lin(x_dict)
         counts = {name: len(rows) for name, rows in projected.items()}
         rows = list(projected.values())
         parts = (rows[0] if len(rows) == 1 else torch.cat(rows)).view(-1, 3, heads, dim)
@@ -349,9 +389,41 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
         for name in names:
             x = x_dict[name]
             if found[name].shape[-1] == x.shape[-1]:
+                if name in packed:
+                    x = first_rows(packed[name], counts[name], found[name].device)
                 share = self.skip[name].sigmoid()
                 found[name] = blend(x, found[name], share)
         return {name: found[name] for name in names}
+
+    def _packed(self, x_dict: Any) -> dict[str, Any]:
+        """Return the packed features by node type."""
+        found = {}
+        for name, x in x_dict.items():
+            if isinstance(x, PACKED_FEATURES) and name in self.kqv_lin.lins:
+                lin = self.kqv_lin.lins[name]
+                width = None if is_lazy(lin.weight) else lin.in_channels
+                rows = rows_of(x.feature if isinstance(x, FeatureTensor) else x, width)
+                if rows is not None:
+                    found[name] = rows
+        check_no_packed({"x_dict": {k: x for k, x in x_dict.items() if k not in found}})
+        return found
+
+    def _projected(self, x_dict: Any, packed: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """Return keys, queries and values by node type, of packed rows as they are decoded."""
+        lins = self.kqv_lin.lins
+        if any(is_lazy(lin.weight) for lin in lins.values()):
+            # PyG takes the widths from tensors.
+            device = lins[next(iter(packed))].weight.device
+            one = {k: torch.zeros(1, x.shape[1], device=device) for k, x in x_dict.items()}
+            with torch.no_grad():
+                self.kqv_lin(one)
+        plain = {name: x for name, x in x_dict.items() if name not in packed}
+        projected = self.kqv_lin(plain) if plain else {}
+        for name, x in packed.items():
+            lin = lins[name]
+            on = (len(x), lin.weight.device)
+            projected[name] = run_on_nodes(BIASED_OF_NODES, *on, lin.bias, x, lin.weight)
+        return {name: projected[name] for name in lins if name in projected}
 
     def _edges(
         self, edge_index_dict: Any, counts: dict[str, int]

@@ -208,10 +208,16 @@ def compress_communication(
     for name, other in _inner(model).named_modules():
         if isinstance(other, ShardedModule) and not isinstance(other, COLLECTIONS):
             report.left[name] = f"is a {type(other).__name__}, which is not known"
-    for module, place, compressed in made:
-        _dists(module)[place] = compressed
-        if row_ids:
-            compressed.watch(module._lookups[place])
+    try:
+        for module, place, compressed in made:
+            _dists(module)[place] = compressed
+            if row_ids:
+                compressed.watch(module._lookups[place])
+    except BaseException:  # an interrupt, say: no rank goes on with a part of them
+        for module, place, compressed in made:
+            compressed.unwatch()
+            _dists(module)[place] = compressed.plain
+        raise
     return report
 
 

@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from bitslab.distributed import CompressedAllToAll, Table, all_to_all_single, selection
 from bitslab.distributed import caller as of_callers
-from bitslab.distributed.caller import Caller, function_caller
+from bitslab.distributed.caller import Caller
+from bitslab.distributed.collective import function_caller
 from bitslab.distributed.kinds import Kind
 from bitslab.distributed.selection import MODES, PLAIN, Measured, WayRecord
 from bitslab.engine.advisor import NetworkModel

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,9 @@ from bitslab.distributed import (
     linear,
 )
 from bitslab.distributed import exchange as stages
-from bitslab.distributed.helpers import helper_of, timeout_of
+from bitslab.distributed.caller import Caller
+from bitslab.distributed.groups import timeout_of
+from bitslab.distributed.helpers import helper_of
 from bitslab.engine.advisor import network_model
 from tests.distributed.clock import Clock
 from tests.distributed.ranks import error_of, splits, world
@@ -278,7 +281,7 @@ def timeout(rank: int, ranks: int) -> dict[str, bool]:
     of_seconds = dist.new_group(timeout=timedelta(seconds=17))
     helper = helper_of(of_seconds)
     return {
-        "own": timeout_of(helper.group) == timedelta(seconds=17),
+        "own": timeout_of(helper.group, torch.device("cpu")) == timedelta(seconds=17),
         "once": helper_of(of_seconds) is helper,
         "not its group": helper.group is not of_seconds,
     }
@@ -289,9 +292,19 @@ def threads(rank: int, ranks: int) -> dict[str, str]:
     exchange = CompressedAllToAll()
     t = torch.ones(ranks, 2)
     exchange(t)
-    exchange._entered.acquire()
-    refused = error_of(lambda: exchange(t))
-    exchange._entered.release()
+    inside, leave = threading.Event(), threading.Event()
+
+    def held(*args: Any) -> None:
+        inside.set()
+        leave.wait(20)
+
+    with mock.patch.object(Caller, "exchange", held):
+        first = threading.Thread(target=exchange, args=(t,))
+        first.start()
+        inside.wait(20)
+        refused = error_of(lambda: exchange(t))
+        leave.set()
+        first.join()
     return {"refused": refused, "later": error_of(lambda: exchange(t))}
 
 

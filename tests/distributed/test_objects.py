@@ -13,10 +13,12 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import bitslab
-from bitslab.distributed import CompressedAllToAll, Table
+from bitslab.distributed import CompressedAllToAll, Table, all_to_all_single
 from bitslab.distributed.agreement import TableSizes
+from bitslab.distributed.checks import check_backend
 from bitslab.distributed.layout import Layout
 from bitslab.distributed.rounding import GradientRounder
+from tests.distributed.ranks import world
 
 
 @pytest.fixture(autouse=True)
@@ -99,6 +101,52 @@ def test_messages_of_four_gibibytes_are_refused_before_they_are_made():
     back = [t._replace(send_rows=(0, 0)) for t in tables]
     with pytest.raises(bitslab.ArgumentError, match="one message from rank 1"):
         Layout(back, 0, 2, 0).agreement(1, 0)
+
+
+@pytest.mark.parametrize(
+    ("device", "found"), [("cuda:1", "gloo for tensors on cuda:1"), ("mps", "no backend for tens")]
+)
+def test_a_group_without_the_backend_that_is_needed_is_refused(device, found):
+    group = world()
+    with pytest.raises(bitslab.ArgumentError, match=f"group: it has {found}.*expected nccl"):
+        check_backend(group, torch.device(device))
+    check_backend(group, torch.device(device), "raw")
+    check_backend(group, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [{"tables": [Table("a", 4), Table("b", 4, error_bound=0.1)]}, {"backward": 0.1}],
+    ids=["table", "gradients"],
+)
+def test_a_bound_is_refused_where_every_bit_is_kept(given):
+    with pytest.raises(bitslab.ArgumentError, match="a bound with codec='raw'"):
+        CompressedAllToAll(codec="raw", **given)
+
+
+# torch's compiler asks each tensor that it meets for it, and hides that but where it is an error.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled_code_calls_exchanges_outside_of_its_graph():
+    """Traced, they would leave the group of no more use."""
+    exchange = CompressedAllToAll(codec="compressed")
+    planned = CompressedAllToAll(tables=[Table("a", 2)], codec="compressed")
+    sizes = {"a": [4]}
+
+    def steps(t: torch.Tensor) -> torch.Tensor:
+        found = torch.empty_like(t)
+        all_to_all_single(found, t * 2, codec="compressed")
+        by_table = planned.exchange_tables({"a": t * 3}, sizes, sizes)
+        return found + exchange(t * 5) + by_table["a"] * 7
+
+    t = torch.arange(8.0).view(4, 2).requires_grad_()
+    compiled = torch.compile(steps, backend="eager")
+    for _ in range(2):
+        found = compiled(t)
+        (gradient,) = torch.autograd.grad(found.sum(), t)
+        assert torch.equal(found, 28 * t)
+        assert torch.equal(gradient, torch.full((4, 2), 26.0))
+    assert exchange.stats()["forward"]["calls"] == exchange.stats()["backward"]["calls"] == 2
+    assert torch.equal(exchange(t), t)
 
 
 def test_an_object_is_not_pickled():

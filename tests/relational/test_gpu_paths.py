@@ -9,7 +9,15 @@ import bitslab
 from bitslab.engine.advisor import FusedTimes
 from bitslab.engine.kernels.typed_products import PackedRows
 from bitslab.errors import IndexRangeError
-from bitslab.relational import Passes, RelationalGraph, execute, graph, packed_products
+from bitslab.relational import (
+    ADDED_OF_NODES,
+    BIASED_OF_NODES,
+    Passes,
+    RelationalGraph,
+    execute,
+    graph,
+    packed_products,
+)
 from tests.relational.oracle import evaluate, random_graph
 from tests.relational.programs import PROGRAMS, inputs_of, rgat, rgcn
 from tests.relational.test_program import values_and_gradients
@@ -164,6 +172,30 @@ def test_packed_rows_are_rebuilt_in_the_product(kind, kernels, monkeypatch):
     layer.run(layer.packed)
     if kind != "table":  # another plan: measured once for each of three products
         assert layer.gathers - before == before
+
+
+@pytest.mark.parametrize("kind", ["table", "cache"])
+def test_rows_of_nodes_and_of_heads_are_rebuilt_or_decoded(kind, kernels, monkeypatch):
+    layer = PackedLayer(kind, monkeypatch)
+    monkeypatch.setattr(packed_products, "fused_times", times(1.0, 2.0))
+    draw = torch.Generator().manual_seed(1)
+    few = random_graph(0, 40, 9, 60, 3)  # a block: destinations are the first sources
+    cases = [
+        (BIASED_OF_NODES, layer.graph, ((6,), (6, 32)), 40),
+        (ADDED_OF_NODES, few, ((9, 6), (32, 6)), 9),
+        (PROGRAMS["blocks"].compile(Passes(sides=False)), layer.graph, ((3, 2, 16, 6),), 40),
+    ]
+    for program, graph_of_case, shapes, n in cases:
+        before, found = len(kernels.launched), []
+        leaves = [torch.randn(shape, generator=draw).requires_grad_() for shape in shapes]
+        for x in (layer.x[: n if program is ADDED_OF_NODES else 40], layer.packed):
+            given = (x, *leaves) if len(leaves) == 1 else (leaves[0], x, leaves[1])
+            out = program(graph_of_case, *given)
+            found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+        for a, b in zip(*found, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+        packed = [v for v, _ in kernels.launched[before:] if v.name.startswith("typed_gemm-4B")]
+        assert bool(packed) == (len(leaves) == 2)
 
 
 @pytest.mark.parametrize("kind", ["feature", "cache"])

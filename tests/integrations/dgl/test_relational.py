@@ -11,8 +11,7 @@ import torch
 from dgl import nn as dnn
 from torch import nn
 
-from bitslab import CompressedTable
-from bitslab.errors import ArgumentTypeError
+from bitslab.errors import ArgumentError
 from bitslab.integrations import dgl as ours_of
 from bitslab.integrations.dgl import compile_relational, relational_calls, restore_relational
 from tests.helpers import options_id
@@ -181,6 +180,23 @@ def test_calls_that_are_not_covered_run_dgls_code():
     assert relational_calls(ours)[""] == {"a norm that the graph has": 1}
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64], ids=str)
+def test_a_norm_of_another_dtype_gives_the_result_of_dgls(dtype):
+    graph, types, _ = drawn()
+    plain, ours = both("RelGraphConv", 8, 12, TYPES)
+    x, norm = torch.randn(NODES, 8), (3 * torch.rand(EDGES, 1)).to(dtype)
+    assert torch.equal(ours(graph, x, types, norm), plain(graph, x, types, norm))
+    assert relational_calls(ours)[""] == {f"a norm of {dtype}": 1}
+
+
+def test_hgt_names_how_many_rows_and_types_are_accepted():
+    graph, types, kinds = drawn()
+    layer = ours_of.HGTConv(8, 8, 1, NODE_TYPES, TYPES)
+    for x, ntype in ((torch.randn(NODES + 1, 8), kinds), (torch.randn(NODES, 8), kinds[1:])):
+        with pytest.raises(ArgumentError, match="accepted are 40 of both, one for each source"):
+            layer(graph, x, ntype, types)
+
+
 def test_without_memory_for_a_plan_dgls_code_runs(monkeypatch):
     def fail(*args):
         raise MemoryError("Unable to allocate 8 GiB")
@@ -250,22 +266,6 @@ def test_typed_linear_compiled_by_torch_without_a_break(regularizer, fresh_compi
         results.append([out, *torch.autograd.grad(out.square().sum(), [x, *layer.parameters()])])
     for a, b in zip(*reversed(results), strict=True):
         close(a, b)
-
-
-@pytest.mark.parametrize("name", ["RelGraphConv", "HGTConv", "TypedLinear"])
-def test_packed_rows_are_refused_by_name(name):
-    graph, types, kinds = drawn()
-    table = CompressedTable.from_tensor(torch.randn(NODES, 8).round())
-    argument, args, given = {
-        "RelGraphConv": ("feat", (8, 12, TYPES), (graph, table, types)),
-        "HGTConv": ("x", (8, 4, 2, NODE_TYPES, TYPES), (graph, table, kinds, types)),
-        "TypedLinear": ("x", (8, 12, TYPES), (table, kinds)),
-    }[name]
-    layer = getattr(ours_of, name)(*args)
-    match = f"^{argument} is CompressedTable, .*; accepted are tensors$"
-    with pytest.raises(ArgumentTypeError, match=match):
-        layer(*given)
-    assert not relational_calls(layer)
 
 
 def test_derived_classes_with_a_message_of_their_own_run_dgls_code():

@@ -14,82 +14,25 @@ import pytest
 import torch
 import torch_geometric.nn as gnn
 from torch import nn
-from torch_geometric.data import Data
 from torch_geometric.utils import coalesce, to_torch_csc_tensor
 
-import bitslab
-from bitslab import CompressedTable
 from bitslab.errors import ArgumentTypeError, IndexRangeError
 from bitslab.integrations import pyg
-from bitslab.integrations.pyg import (
-    compile_relational,
-    compress_features,
-    relational_calls,
-    restore_relational,
-)
-from bitslab.relational import PlanMemoryError
+from bitslab.integrations.pyg import compile_relational, relational_calls, restore_relational
 from bitslab.relational.graph import sort
 from tests.helpers import options_id
-
-NODES, EDGES, TYPES = 40, 300, 5
-
-
-def graph(src=NODES, dst=NODES, edges=EDGES, types=TYPES, seed=0):
-    draw = torch.Generator().manual_seed(seed)
-    ends = [torch.randint(max(n, 1), (edges,), generator=draw) for n in (src, dst)]
-    return torch.stack(ends), torch.randint(types, (edges,), generator=draw)
-
-
-def both(name, *args, **kwargs):
-    """Return PyG's layer and ours, made with the same seed."""
-    layers = []
-    for module in (gnn, pyg):
-        torch.manual_seed(3)
-        layers.append(getattr(module, name)(*args, **kwargs))
-    plain, ours = layers
-    assert isinstance(ours, type(plain)) and repr(ours) == repr(plain)
-    for a, b in zip(plain.named_parameters(), ours.named_parameters(), strict=True):
-        # PyG leaves the memory of RGATConv's l2 as it comes.
-        assert a[0] == b[0] and (a[0] == "l2" or torch.equal(a[1], b[1]))
-    ours.load_state_dict(plain.state_dict())
-    return plain, ours
-
-
-def close(a, b, within=1e-5):
-    assert a.dtype == b.dtype and a.shape == b.shape
-    if b.numel():
-        assert (a - b).abs().max() <= within * max(1.0, b.abs().max().item())
-
-
-def tensors_of(out):
-    if isinstance(out, torch.Tensor):
-        return [out]
-    parts = out.values() if isinstance(out, dict) else out
-    return [t for part in parts for t in tensors_of(part) if t.is_floating_point()]
-
-
-def compare(plain, ours, features, *args, reason="", **kwargs):
-    """Compare outputs and gradients, and that ours ran compiled, or why it did not."""
-    results = []
-    for layer in (plain, ours):
-        leaves = {k: x.clone().requires_grad_() for k, x in features.items()}
-        torch.manual_seed(5)
-        x = leaves if len(leaves) > 2 else tuple(leaves.values())
-        outs = tensors_of(layer(x[0] if len(x) == 1 else x, *args, **kwargs))
-        draw = torch.Generator().manual_seed(6)
-        loss = sum((o * torch.randn(o.shape, generator=draw)).sum() for o in outs)
-        layer.zero_grad()
-        loss.backward()
-        grads = [x.grad for x in leaves.values()] + [p.grad for p in layer.parameters()]
-        results.append((outs, grads))
-    for a, b in zip(results[1][0], results[0][0], strict=True):
-        close(a, b)
-    for a, b in zip(results[1][1], results[0][1], strict=True):
-        assert (a is None) == (b is None)
-        if b is not None:
-            close(a, b)
-    assert relational_calls(ours) == {"": {reason: 1}}
-
+from tests.integrations.pyg.relational_layers import (
+    EDGE_TYPES,
+    EDGES,
+    METADATA,
+    NODES,
+    TYPES,
+    both,
+    close,
+    compare,
+    graph,
+    hetero,
+)
 
 RGCN = [
     {},
@@ -158,22 +101,6 @@ def test_few_edges(name, edges):
     close(ours(x, index, kind), plain(x, index, kind))
 
 
-NODE_TYPES = ["paper", "author", "field"]
-EDGE_TYPES = [
-    ("paper", "cites", "paper"),
-    ("author", "writes", "paper"),
-    ("paper", "has", "field"),
-]
-METADATA = (NODE_TYPES, EDGE_TYPES)
-
-
-def hetero():
-    sizes = {"paper": 30, "author": 20, "field": 7}
-    x = {t: torch.randn(n, 8 + 4 * (t == "field")) for t, n in sizes.items()}
-    edges = {t: graph(sizes[t[0]], sizes[t[2]], 80, seed=i)[0] for i, t in enumerate(EDGE_TYPES)}
-    return x, edges
-
-
 @pytest.mark.parametrize("heads", [1, 4])
 @pytest.mark.parametrize("out", [8, 16])
 def test_hgt(heads, out):
@@ -239,107 +166,6 @@ def test_hgt_refuses_nodes_that_their_own_type_does_not_have(
         assert compiled or f"edge_index_dict[{kind}][{row}]" in str(caught.value)
     edges[kind][row, 3] = 0
     layer(x, edges)
-
-
-def compare_in_autocast(plain, ours, features, *args, dtypes=True, **kwargs):
-    """Compare as `compare` does, inside torch.autocast, within the precision of bfloat16."""
-    results = []
-    for layer in (plain, ours):
-        leaves = {k: x.clone().requires_grad_() for k, x in features.items()}
-        torch.manual_seed(5)
-        with torch.autocast("cpu", torch.bfloat16):
-            x = leaves if len(leaves) > 2 else leaves["x"]
-            outs = tensors_of(layer(x, *args, **kwargs))
-        layer.zero_grad()
-        loss = sum((o.float() * torch.linspace(-1, 1, o.numel()).view_as(o)).sum() for o in outs)
-        loss.backward()
-        grads = [x.grad for x in leaves.values()] + [p.grad for p in layer.parameters()]
-        results.append((outs, grads))
-    for a, b in zip(results[1][0], results[0][0], strict=True):
-        assert a.dtype == b.dtype or not dtypes
-        close(a.float(), b.float(), 0.03)
-    for a, b in zip(results[1][1], results[0][1], strict=True):
-        assert (a is None) == (b is None)
-        if b is not None:
-            close(a, b, 0.05)
-
-
-class Two(nn.Module):
-    def __init__(self, make):
-        super().__init__()
-        self.one, self.two = make(8, 12), make(12, 6)
-
-    def forward(self, x, *args):
-        return self.two(self.one(x, *args).tanh(), *args)  # no kink: rounding would cross it
-
-
-AUTOCAST = [
-    ("RGCNConv", {}),
-    ("RGCNConv", {"num_bases": 3}),
-    ("RGCNConv", {"num_blocks": 2}),
-    ("RGCNConv", {"bias": False}),
-    ("RGCNConv", {"root_weight": False}),
-    ("FastRGCNConv", {"num_bases": 3, "bias": False}),
-    ("RGATConv", {}),
-    ("RGATConv", {"num_bases": 2}),
-    ("RGATConv", {"dropout": 0.4}),
-]
-
-
-@pytest.mark.parametrize(("name", "kwargs"), AUTOCAST, ids=str)
-def test_layers_inside_autocast(name, kwargs):
-    index, kind = graph()
-    models = []
-    for module in (gnn, pyg):
-        torch.manual_seed(3)
-        models.append(Two(lambda n, m, of=module: getattr(of, name)(n, m, TYPES, **kwargs)))
-    plain, ours = models
-    ours.load_state_dict(plain.state_dict())
-    # PyG's RGCNConv adds to zeros of float32, whatever the dtype of the rest.
-    dtypes = kwargs != {"bias": False}
-    x = {"x": torch.randn(NODES, 8) / 4}
-    compare_in_autocast(plain, ours, x, index, kind, dtypes=dtypes)
-    assert relational_calls(ours) == {"one": {"": 1}, "two": {"": 1}}
-
-
-def test_rgat_with_features_of_edges_inside_autocast():
-    plain, ours = both("RGATConv", 8, 12, TYPES, heads=2, edge_dim=3)
-    edge_attr = torch.randn(EDGES, 3)
-    compare_in_autocast(plain, ours, {"x": torch.randn(NODES, 8)}, *graph(), edge_attr)
-    assert relational_calls(ours) == {"": {"": 1}}
-
-
-@pytest.mark.parametrize("out", [8, 16])
-def test_hgt_inside_autocast(out):
-    x, edges = hetero()
-    sizes = {t: v.shape[1] for t, v in x.items()}
-    plain, ours = both("HGTConv", sizes, out, METADATA, heads=4)
-    compare_in_autocast(plain, ours, x, edges)
-    assert relational_calls(ours) == {"": {"": 1}}
-
-
-@pytest.mark.parametrize("name", ["RGCNConv", "RGATConv", "HGTConv"])
-def test_autocast_is_the_same_inside_torch_compile(name, fresh_compiler):
-    if name == "HGTConv":
-        x, edges = hetero()
-        _, ours = both(name, {t: v.shape[1] for t, v in x.items()}, 8, METADATA)
-        args = (x, edges)
-    else:
-        _, ours = both(name, 8, 12, TYPES, num_bases=3)
-        args = (torch.randn(NODES, 8), *graph())
-    with torch.autocast("cpu", torch.bfloat16):
-        found = tensors_of(torch.compile(ours, fullgraph=True, backend="aot_eager")(*args))
-        expected = tensors_of(ours(*args))
-    for a, b in zip(found, expected, strict=True):
-        close(a, b)
-
-
-def test_autocast_leaves_float64_as_torch_does():
-    plain, ours = both("RGCNConv", 8, 12, TYPES)
-    x, edges = torch.randn(NODES, 8).double(), graph()
-    plain, ours = plain.double(), ours.double()
-    with torch.autocast("cpu", torch.bfloat16):
-        torch.testing.assert_close(ours(x, *edges), plain(x, *edges))
 
 
 def both_lazy():
@@ -455,90 +281,6 @@ def test_deepcopy_pickle_and_double():
     close(ours.double()(x.double(), *edges).float(), expected)
 
 
-@pytest.mark.parametrize("name", ["RGCNConv", "RGATConv"])
-def test_compiled_by_torch_without_a_break(name, fresh_compiler):
-    _, ours = both(name, 8, 12, TYPES)
-    x, edges = torch.randn(NODES, 8, requires_grad=True), graph()
-    whole = torch.compile(ours, fullgraph=True, backend="aot_eager")
-    found, expected = whole(x, *edges), ours(x, *edges)
-    close(found, expected)
-    parameters = [x, *ours.parameters()]
-    grads = [torch.autograd.grad(o.square().sum(), parameters, allow_unused=True)
-             for o in (found, expected)]  # fmt: skip
-    for a, b in zip(*grads, strict=True):
-        assert (a is None) == (b is None)
-        if b is not None:
-            close(a, b)
-
-
-def test_packed_features_of_a_data_set_are_decoded_as_they_are_multiplied():
-    index, kind = graph()
-    plain, ours = both("RGCNConv", 8, 12, TYPES)
-    data = Data(x=torch.randn(NODES, 8).round(), edge_index=index)
-    expected = plain(data.x, index, kind)
-    compress_features(data)
-    close(ours(data.x, index, kind), expected)
-    assert relational_calls(ours) == {"": {"": 1}}
-    assert data.x.feature.kept_whole is None, "the features were decoded as a whole"
-
-
-@pytest.mark.parametrize("as_table", [False, True], ids=["feature", "table"])
-@pytest.mark.parametrize("name", ["RGCNConv", "FastRGCNConv"])
-def test_packed_features_without_a_root_weight(name, as_table):
-    index, kind = graph()
-    plain, ours = both(name, 8, 12, TYPES, root_weight=False)
-    data = Data(x=torch.randn(NODES, 8).round(), edge_index=index)
-    raw = data.x.clone()
-    table: Any = CompressedTable.from_tensor(raw)
-    compress_features(data)
-    x = table if as_table else data.x
-    close(ours(x, index, kind), plain(raw, index, kind))
-    wide = torch.randn(NODES, 3)  # of destinations only their number counts
-    for target in (wide, CompressedTable.from_tensor(wide)):
-        close(ours((x, target), index, kind), plain((raw, wide), index, kind))
-    assert relational_calls(ours) == {"": {"": 3}}
-
-
-NOT_PACKED: list[tuple[str, dict[str, Any]]] = [
-    ("RGCNConv", {"num_blocks": 2}),
-    ("RGCNConv", {"aggr": "max"}),
-    ("FastRGCNConv", {"num_blocks": 2}),
-    ("RGATConv", {"mod": "additive"}),
-    ("RGATConv", {"attention_mechanism": "within-relation"}),
-]
-
-
-@pytest.mark.parametrize(("name", "kwargs"), NOT_PACKED, ids=str)
-def test_packed_rows_are_refused_by_name_where_they_are_not_taken(name, kwargs):
-    index, kind = graph()
-    ours = getattr(pyg, name)(8, 12, TYPES, **kwargs)
-    x = torch.randn(NODES, 8).round()
-    table: Any = CompressedTable.from_tensor(x)
-    (why,) = kwargs
-    for packed in (table, bitslab.SlabCache(table, 200, devices=["cpu"])):
-        match = f"^x is {type(packed).__name__}, .*{why}.*; accepted are tensors$"
-        with pytest.raises(ArgumentTypeError, match=match):
-            ours(packed, index, kind)
-    if name == "RGCNConv":
-        with pytest.raises(ArgumentTypeError, match=r"^x\[0\] is CompressedTable"):
-            ours((table, x), index, kind)
-    assert not relational_calls(ours)
-    narrow = CompressedTable.from_tensor(x[:, :5].contiguous())
-    with pytest.raises(ArgumentTypeError, match="^x is CompressedTable"):
-        getattr(pyg, name)(8, 12, TYPES)(narrow, index, kind)
-
-
-def test_packed_rows_are_refused_by_name_as_features_of_edges_and_of_hgt():
-    table: Any = CompressedTable.from_tensor(torch.randn(EDGES, 8).round())
-    with pytest.raises(ArgumentTypeError, match="^edge_attr is CompressedTable; accepted are"):
-        pyg.RGATConv(8, 12, TYPES, edge_dim=8)(torch.randn(NODES, 8), *graph(), table)
-    x, edges = hetero()
-    ours = pyg.HGTConv({t: v.shape[1] for t, v in x.items()}, 8, METADATA)
-    x["author"] = table
-    with pytest.raises(ArgumentTypeError, match=r"^x_dict\['author'\] is CompressedTable; accep"):
-        ours(x, edges)
-
-
 def derived(base: Any) -> Any:
     """Return a class with a message of its own, which takes what the base's does not."""
 
@@ -589,22 +331,6 @@ def test_mixed_in_updates_run_pygs_code_and_forward_passes_do_not():
     for name, rows in layers[2](x, edges).items():
         close(layers[3](x, edges)[name], 2 * rows)
     assert relational_calls(layers[3]) == {"": {"": 2}}
-
-
-@pytest.mark.parametrize("name", ["RGCNConv", "RGATConv"])
-@pytest.mark.parametrize("cached", [False, True], ids=["table", "cache"])
-def test_packed_rows_take_the_place_of_features(name, cached):
-    index, kind = graph()
-    plain, ours = both(name, 8, 12, TYPES)
-    x = torch.randn(NODES, 8).round()
-    packed: Any = bitslab.CompressedTable.from_tensor(x, progress=False)
-    if cached:
-        packed = bitslab.SlabCache(packed, 200, devices=["cpu"])
-        packed.fill(torch.arange(0, NODES, 2))
-    close(ours(packed, index, kind), plain(x, index, kind))
-    assert relational_calls(ours) == {"": {"": 1}}
-    if cached:
-        assert packed.stats()["hits"]
 
 
 def test_errors_name_what_is_wrong():
@@ -731,11 +457,3 @@ def test_without_memory_for_a_plan_pygs_code_runs(name, late, monkeypatch):
     assert relational_calls(ours) == {"": {"no memory for a plan": 1}}
     torch.testing.assert_close(ours(x, index, kinds), plain(x, index, kinds), rtol=1e-4, atol=1e-5)
     assert relational_calls(ours) == {"": {"no memory for a plan": 1, "": 1}}
-
-
-def test_packed_rows_without_memory_for_a_plan_raise_that(monkeypatch):
-    ours = pyg.RGCNConv(8, 8, TYPES)
-    table = CompressedTable.from_tensor(torch.randn(NODES, 8).round())
-    monkeypatch.setattr("bitslab.relational.graph.sort", without_memory)
-    with pytest.raises(PlanMemoryError, match="no memory for the plan"):
-        ours(table, *graph())

@@ -36,6 +36,7 @@ from bitslab.integrations.torchrec import (
     compress_communication,
     restore_communication,
 )
+from bitslab.integrations.torchrec.output_dists import CompressedDist
 from tests.integrations.torchrec import ranks, torchrec_suite
 from tests.integrations.torchrec.batches import VALUES, bag_configs, batch, configs, joined
 from tests.integrations.torchrec.communication_pairs import (
@@ -424,6 +425,12 @@ def what_is_refused() -> None:
         assert "compile the dense part alone" in refusal(compress_communication, model)
     finally:
         inner._compiled_call_impl = None
+    assert "with codec='raw'" in refusal(lambda: compress_communication(model, 0.1, codec="raw"))
+    with mock.patch.object(CompressedDist, "watch", side_effect=KeyboardInterrupt):
+        try:
+            compress_communication(model)
+        except KeyboardInterrupt:
+            pass
     assert before == list(inner._output_dists)
     compress_communication(model)
     comm_ops.set_use_sync_collectives(True)

@@ -61,8 +61,8 @@ def multiply_rows(
     Parameters
     ----------
     x : torch.Tensor or table
-        ``[N, K]``, or ``[N, H, K]`` with a weight for each head; converted to the weight's dtype
-        block by block.
+        ``[N, K]``, or ``[N, H, K]`` with a weight for each head, of a table ``[N, H * K]`` too;
+        converted to the weight's dtype block by block.
     weight : torch.Tensor
         ``[types, K, M]``, or ``[types, H, K, M]``.
     bounds : sequence of int
@@ -75,7 +75,7 @@ def multiply_rows(
         ``[rows]``: what each row of the product is multiplied by.
     """
     for r, begin, end, decoded in blocks(x, bounds, index, out.device):
-        rows = decoded.to(weight.dtype)
+        rows = decoded.to(weight.dtype).view(end - begin, *weight.shape[1:-1])
         plain = scatter is None and scale is None
         if plain and rows.ndim == 2:
             torch.mm(rows, weight[r], out=out[begin:end])
@@ -99,7 +99,7 @@ def multiply_gradient(
 ) -> None:
     """Add to `out`, shaped like the weight of `multiply_rows`, the weight's gradient, from `g`."""
     for r, begin, end, decoded in blocks(x, bounds, index, g.device):
-        rows = decoded.to(g.dtype)
+        rows = decoded.to(g.dtype).view(end - begin, *out.shape[1:-1])
         if rows.ndim == 2:
             out[r].addmm_(rows.t(), g[begin:end])
         else:
