@@ -51,9 +51,13 @@ class RowWiseAdagrad(torch.optim.Optimizer):
                     continue
                 grad = parameter.grad.float()
                 total = self.state[parameter]["sum"]
-                total += grad.square().mean(1)
-                step = group["lr"] / (total.sqrt() + group["eps"])
-                parameter -= (step[:, None] * grad).to(parameter.dtype)
+                norms = torch.linalg.vector_norm(grad, dim=1)  # with no squares in memory
+                total.addcmul_(norms, norms, value=1 / max(grad.shape[1], 1))
+                scale = total.sqrt().add_(group["eps"])[:, None]
+                if parameter.dtype is grad.dtype:
+                    parameter.addcdiv_(grad, scale, value=-float(group["lr"]))
+                else:
+                    parameter -= (grad / scale).mul_(float(group["lr"])).to(parameter.dtype)
 
 
 def wants_fused(fused_params: Mapping[str, Any]) -> bool:
