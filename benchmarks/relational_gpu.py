@@ -251,7 +251,7 @@ def layers(arguments: Any, clock: Clock) -> Table:
         plan = functools.partial(RelationalGraph, graph.edges, graph.types, *sizes)
         plan_ms = 1e3 * wall_seconds(plan)
         for model, ways in models(graph, arguments.dim, arguments.models):
-            begun = {"graph": name, "model": model, "plan ms": f"{plan_ms:.1f}"}
+            begun = {"graph": name, "model": model, "plan ms": plan_ms}
             table.add(begun | layer_row(ways, graph.nodes, arguments.dim, clock))
     for model, goals in TARGETS.items():
         for goal, what in zip(goals, ("inference", "step"), strict=True):
@@ -295,7 +295,7 @@ def layer_row(
         row[f"{way} {what}"] = "-" if took is None else f"{took[0]:.3f} ({took[1]:.0f})"
     for what, way in itertools.product(("inference", "step"), ("PyG", "torch")):
         both = found.get((way, what)), found.get(("ours", what))
-        row[f"{way}/ours {what}"] = f"{both[0] / both[1]:.2f}" if both[0] and both[1] else "-"
+        row[f"{way}/ours {what}"] = both[0] / both[1] if both[0] and both[1] else "-"
     return row
 
 
@@ -375,7 +375,7 @@ def pass_row(graph: Drawn, program: CompiledProgram, dim: int) -> dict[str, Any]
         runs[off] = functools.partial(step, compiled)
     # About half a second for each.
     found = cpu_seconds_in_turn(runs, min(max(5, int(0.5 / max(slowest, 1e-3))), 100))
-    row = {off: f"{1e3 * found[off]:.3f}" if off in found else "-" for off in ("", *PASSES)}
+    row = {off: 1e3 * found[off] if off in found else "-" for off in ("", *PASSES)}
     row |= dict.fromkeys(same, "same")
     return {f"no {off}" if off else "all": row[off] for off in row}
 
@@ -441,18 +441,18 @@ def decode_row(dtype: torch.dtype, row_bytes: int, n: int) -> dict[str, Any]:
     row = {
         "dtype": str(dtype).removeprefix("torch."),
         "row": f"{row_bytes} B",
-        "ratio": f"{host.ratio:.2f}",
-        "raw": f"{raw_ms:.3f}",
-        "torch": f"{torch_ms:.3f}",
-        "decode alone": f"{decode_ms:.3f}",
-        "packed": f"{packed_ms:.3f}",
-        "packed/limit (<= 1.15)": f"{packed_ms / limit:.2f}",
-        "two steps": f"{two_ms:.3f}",
-        "two steps/packed (>= 1.3)": f"{two_ms / packed_ms:.2f}",
-        "host gather": f"{gather_ms:.3f}",
-        "host packed": f"{host_ms:.3f}",
-        "host rate (>= 0.9)": f"{gather_ms / host_ms:.2f}",
-        "GB/s packed": f"{packed_bytes / host_ms / 1e6:.1f}",
+        "ratio": host.ratio,
+        "raw": raw_ms,
+        "torch": torch_ms,
+        "decode alone": decode_ms,
+        "packed": packed_ms,
+        "packed/limit (<= 1.15)": packed_ms / limit,
+        "two steps": two_ms,
+        "two steps/packed (>= 1.3)": two_ms / packed_ms,
+        "host gather": gather_ms,
+        "host packed": host_ms,
+        "host rate (>= 0.9)": gather_ms / host_ms,
+        "GB/s packed": packed_bytes / host_ms / 1e6,
         "same bits": "yes" if same else "NO",
     }
     cache.close()
