@@ -15,13 +15,17 @@ def not_traced(function: Function) -> Function:
     """Return a function that torch.compile does not trace: it breaks the graph and runs as it is.
 
     Caches and packed tensors cannot be traced. Outside of compiled models the wrapper of
-    `torch.compiler.disable` is bypassed: it costs 40 microseconds a call (torch 2.11, Python 3.12).
+    `torch.compiler.disable` is bypassed: it costs 40 microseconds a call (torch 2.11, Python 3.12),
+    and making it loads the compiler, which takes longer than torch itself.
     """
-    untraced = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+    untraced: Function | None = None
 
     @functools.wraps(function)
     def called(*args: Any, **kwargs: Any) -> Any:
+        nonlocal untraced
         if torch.compiler.is_dynamo_compiling():
+            if untraced is None:
+                untraced = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
             return untraced(*args, **kwargs)
         return function(*args, **kwargs)
 

@@ -285,6 +285,14 @@ def test_integrations_import_absolutely() -> None:
     assert not wrong, "\n".join(["integrations import by absolute `bitslab.` names:", *wrong])
 
 
+def test_no_part_loads_the_compiler_of_torch(tmp_path: Path) -> None:
+    """Which takes as long to import as torch does."""
+    parts = [f"bitslab.{part}" for part in LAZY_PARTS if part not in ("cli", "integrations")]
+    loaded = "print('torch._dynamo' in __import__('sys').modules)"
+    done = python(f"import torch, {', '.join(parts)}; {loaded}", tmp_path)
+    assert done.stdout == "False\n", done.stdout + done.stderr
+
+
 @pytest.mark.parametrize(
     ("module", "is_package", "text", "expected"),
     [
