@@ -282,7 +282,7 @@ class HistoryReader:
                 "accepted are histories that were read"
             )
 
-    def reads_words(self, histories: Sequence[PackedHistory]) -> None:
+    def stop_decoding(self, histories: Sequence[PackedHistory]) -> None:
         """Note that histories which `read` has returned are read as they are packed from now on.
 
         Once all are, the buffers of decoded tokens are given back: those of a long prompt hold

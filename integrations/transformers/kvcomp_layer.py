@@ -165,7 +165,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
     def _go_on_with_words(self) -> None:
         assert self._reader is not None
         self._stages = True
-        self._reader.reads_words(self.histories)
+        self._reader.stop_decoding(self.histories)
 
     def prefetch_words(self, *, early: bool = False) -> None:
         """Start to copy packed words, as of `CompressedLayer`."""
