@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
 from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 import bitslab
 from bitslab.distributed import (
@@ -87,13 +84,6 @@ def test_tables_are_classified_without_compiling_kernels_of_the_cpu() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.strip() in AdaptiveBound.CLASSES, done.stderr
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group_of_one")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 from bitslab.distributed import CompressedAllToAll, all_to_all_single
 from bitslab.distributed.caller import Caller
@@ -17,13 +14,6 @@ from bitslab.distributed.faults import ExchangeError
 from tests.distributed.interrupt_ranks import CHECKS
 from tests.distributed.ranks import run_checks
 from tests.interrupts import interrupt_often
-
-
-@pytest.fixture
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("group_of_one")

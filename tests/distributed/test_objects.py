@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
 
 import bitslab
 from bitslab.distributed import CompressedAllToAll, Table, all_to_all_single
@@ -20,12 +18,7 @@ from bitslab.distributed.layout import Layout
 from bitslab.distributed.rounding import GradientRounder
 from tests.distributed.ranks import world
 
-
-@pytest.fixture(autouse=True)
-def group_of_one() -> Iterator[None]:
-    dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("group_of_one")
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy], ids=["copy", "deepcopy"])
