@@ -8,7 +8,8 @@ GPT-2, BERT and T5 (half of the layers decode), sequences of 1,024, bfloat16, ra
 where --gpu-models names it. Of a model one way after another trains: everything kept, each layer
 checkpointed, `save_on_cpu`, the planner at its limits, and the peers that can be imported
 (torchtune's and TRL's OffloadActivations, DeepSpeed's CheckpointHiddenStatesOffload, layers that
-are compiled with an activation_memory_budget).
+are compiled with an activation_memory_budget). "raw" moves what `save_on_cpu` does, while the GPU
+computes.
 
 The peak of activations is what the device held at most in a step beyond weights and gradients.
 "planned 55%" has a limit at 55 % of what keeping takes, "planned 3%" the least memory found for 3 %
@@ -48,7 +49,7 @@ SHAPES = ("8192x4", "12288x3", "16384x2")
 MODELS = ("gpt2", "bert", "t5", "llama")
 #: Ways of the table; those behind "planned" are peers.
 WAYS = (
-    "keep", "checkpoint", "save_on_cpu", "planned 55%", "planned 3%", "torchtune", "trl",
+    "keep", "checkpoint", "save_on_cpu", "raw", "planned 55%", "planned 3%", "torchtune", "trl",
     "deepspeed", "compile",
 )  # fmt: skip
 #: Steps before those that are timed: of the planner until its plans were compared.
@@ -150,6 +151,8 @@ def entered(job: Job, way: str, limit_bytes: int) -> Iterator[tuple[Contexts, An
         offload = attach(job, memory=limit_bytes)
     elif way == "planned 3%":
         offload = attach(job, slowdown=SLOWDOWN)
+    elif way == "raw":
+        offload = attach(job, policy="raw")
     elif way == "compile":
         compile_layers(job.model)
     elif way in PEERS:
@@ -277,7 +280,8 @@ def ways_of(arguments: argparse.Namespace) -> Iterator[str]:
     """Yield the ways of a table in their order."""
     for way in arguments.gpu_ways:
         yield way
-        if arguments.at_peaks and way != "keep" and not way.startswith("planned"):
+        own = way in ("keep", "raw") or way.startswith("planned")
+        if arguments.at_peaks and not own:
             yield AT_PEAK + way
 
 
@@ -312,7 +316,9 @@ def shape_rows(name: str, arguments: argparse.Namespace, report: Report) -> Rows
             row["lower"] = f"{1 - row['activations MB'] / kept['activations MB']:.0%}"
             found = job.gradients(nullcontext()) if way == "keep" else made[way][2]
             row["gradients"] = difference(found, made["keep"][2])
-        if peer != way:
+        if way == "raw":
+            peer = "save_on_cpu"
+        if peer != way and peer in made:
             row["times the peer"] = row["step ms"] / made[peer][0]["step ms"]
         rows.append(row)
         report(

@@ -165,6 +165,7 @@ GNN = "2026-11-20-nvidia-h200-gnn.md"
 GATHER = "2026-11-20-nvidia-h200-gather.md"
 LOOKUPS = "2026-11-21-nvidia-h200-embedding.md"
 SIZES = "2026-11-20-two-cpu-cores.md"
+TILES = "2026-11-28-nvidia-h200-kvcomp-map-weights.md"
 
 
 def weights() -> Chart:
@@ -328,6 +329,26 @@ def sizes() -> Chart:
     )
 
 
+def attention() -> Chart:
+    """Return attention to tiles of K and V by batch and context, beside that to raw ones."""
+    rows = rows_of(TILES, "### Middle steps")
+    panels = []
+    for context in ("2,048", "8,192", "32,768", "131,072"):
+        (row,) = (each for each in rows if each["context"] == context)
+        bars = [Bar("raw K and V, cuDNN or flash", 1.0, "bound")]
+        for batch in (1, 4, 16, 64):
+            cell = row[f"batch {batch}"]  # TB/s, that over the peer's, microseconds, a factor
+            share = float(cell.split(",")[1]) if cell else None
+            bars.append(Bar(f"tiles, batch {batch}", share, "ours", "not measured"))
+        panels.append(Panel(f"{context} tokens", bars))
+    return Chart(
+        "Attention to K/V tiles, a sixth of the bytes: rate over that of raw K and V (1: as fast)",
+        panels,
+        4,
+        f"One NVIDIA H200, 8 K/V heads of 128, 32 query heads; benchmarks/results/{TILES}",
+    )
+
+
 CHARTS: dict[str, Callable[[], Chart]] = {
     "weights": weights,
     "cache": cache,
@@ -335,6 +356,7 @@ CHARTS: dict[str, Callable[[], Chart]] = {
     "epochs": epochs,
     "gathers": gathers,
     "sizes": sizes,
+    "attention": attention,
 }
 
 SYSTEMS = "tables tensors embedding offload kvcache activations distributed relational"

@@ -174,8 +174,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             f"argument --device: cuda; {torch.cuda.device_count()} GPUs for {ranks.local_size()} "
             "ranks"
         )
-    if options.device == "cuda" and options.torchrec:
-        parser.error("argument --torchrec: its tables are on the CPU here; leave out --device cuda")
     if options.batch_size < ranks.wanted_size():
         parser.error(
             f"argument --batch-size: {options.batch_size}, fewer than {ranks.wanted_size()} ranks"

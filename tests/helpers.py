@@ -1,11 +1,13 @@
-"""Shared helpers: tensors of every dtype, and comparison bit for bit."""
+"""Shared helpers: tensors of every dtype, comparison bit for bit, and what a GPU refuses."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+
+import bitslab
 
 DTYPES = [
     torch.float64,
@@ -87,3 +89,18 @@ def random_bits(dtype: torch.dtype, shape: Sequence[int], seed: int = 0) -> torc
     high = 2 if dtype == torch.bool else 256
     drawn = torch.randint(high, (count,), dtype=torch.uint8, generator=generator)
     return drawn.view(dtype).view(tuple(shape))
+
+
+def refusal_on_gpu(decode: Callable[[], object]) -> bitslab.CorruptedDataError | None:
+    """Decode on a GPU; return the error that says of its data that they are damaged, if any.
+
+    Of a decode of two kernels the second may see the error of the first before it starts, and what
+    it finds itself is raised later: nothing is left behind for the next decode.
+    """
+    found = None
+    for call in (decode, bitslab.raise_pending_errors, bitslab.raise_pending_errors):
+        try:
+            call()
+        except bitslab.CorruptedDataError as error:
+            found = found or error
+    return found

@@ -490,7 +490,7 @@ def test_readme_is_short() -> None:
 def test_figures_of_readme_stand_in_the_results() -> None:
     section = README.partition("## Measured")[2].partition("\n## ")[0]
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == 7
+    assert len(rows) == 6
     for row in rows:
         _, _, figure, source, _ = (cell.strip() for cell in row.split("|"))
         assert re.search(r"`python benchmarks/\w+\.py", source)
@@ -502,6 +502,21 @@ def test_figures_of_readme_stand_in_the_results() -> None:
             n for n in numbers if not re.search(rf"(?<![\d.]){re.escape(n)}(?![\d.]\d)", text)
         ]
         assert not missing, f"{file} has no {missing}"
+
+
+def test_figures_of_quantised_caches_stand_in_the_results() -> None:
+    section = README.partition("## K and V within an error")[2].partition("\n## ")[0]
+    (file,) = re.findall(r"\]\((benchmarks/results/[^)]+)\)", section)
+    text = (ROOT / file).read_text()
+    rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    assert len(rows) == 8
+    for row in rows:
+        _, _, *shown = (cell.strip() for cell in row.strip("|").split("|"))
+        numbers = re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", " ".join(shown).replace("2 bits", ""))
+        missing = [
+            n for n in numbers if not re.search(rf"(?<![\d.]){re.escape(n)}(?![\d.]\d)", text)
+        ]
+        assert numbers and not missing, f"{file} has no {missing}"
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ class TorchrecShardedTables(CollectionTables):
         self.owners = owners_of(table_rows, ranks.size)
         self.sent_rows = dict.fromkeys(DIRECTIONS, 0)
         kept = TableOptions(width=options.embedding_dim, dtype=torch.float32)
-        super().__init__(table_rows, weights, torch.device("cpu"), kept)
+        super().__init__(table_rows, weights, device_of(options), kept)
 
     def make(self, weights: Weights) -> torch.nn.Module:
         from torchrec.distributed import DistributedModelParallel
@@ -196,7 +196,7 @@ class TorchrecShardedTables(CollectionTables):
             sharder,
             local_size=size,
             world_size=size,
-            device_type="cpu",
+            device_type=self.device.type,
         )
         for sharding in part.values():
             sharding.compute_kernel = "dense"  # the optimizers are those of the other tables

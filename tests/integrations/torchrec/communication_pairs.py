@@ -19,9 +19,9 @@ from torchrec.distributed.sharding_plan import (
 )
 from torchrec.distributed.types import ShardingPlan
 
-from bitslab.integrations.torchrec import compress_communication
+from bitslab.integrations.torchrec import CommunicationReport, compress_communication
 from tests.integrations.torchrec.batches import bag_configs, batch, configs
-from tests.integrations.torchrec.ranks import CPU, OPTIMIZERS, WORLD, gather
+from tests.integrations.torchrec.ranks import OPTIMIZERS, WORLD, device, gather
 
 #: Of training: the second one sees what the first one changed.
 STEPS = 2
@@ -60,14 +60,14 @@ def sharded(
     kind: Any = EmbeddingCollectionSharder if sequences else EmbeddingBagCollectionSharder
     sharder = kind(fused_params=OPTIMIZERS[optimizer][0], qcomm_codecs_registry=registry)
     part = construct_module_sharding_plan(
-        inner, plan, sharder, local_size=WORLD, world_size=WORLD, device_type="cpu"
+        inner, plan, sharder, local_size=WORLD, world_size=WORLD, device_type=device().type
     )
     for sharding in part.values():
         sharding.compute_kernel = "dense" if optimizer == "dense" else "fused"
         if sharding.sharding_type == "data_parallel":
             sharding.compute_kernel = "dense"
     made = DistributedModelParallel(
-        model, plan=ShardingPlan({"tables": part}), sharders=[sharder], device=CPU
+        model, plan=ShardingPlan({"tables": part}), sharders=[sharder], device=device()
     )
     owner = "embeddings" if sequences else "embedding_bags"
     generator = torch.Generator().manual_seed(1)
@@ -89,13 +89,23 @@ def sharded(
     return made
 
 
+def compress(model: Any, *arguments: Any, **options: Any) -> CommunicationReport:
+    """Compress what a model sends.
+
+    On GPUs whatever the link: over NVLink "auto" leaves all as it is.
+    """
+    if device().type == "cuda":
+        options = {"codec": "compressed", **options}
+    return compress_communication(model, *arguments, **options)
+
+
 class Pair:
     """TorchRec's own sharded model, and the same with compressed messages."""
 
     def __init__(self, plan: str, bound: Any = None, **options: Any) -> None:
         self.plain = sharded(PLANS[plan], **options)
         self.compressed = sharded(PLANS[plan], **options)
-        self.report = compress_communication(self.compressed, bound)
+        self.report = compress(self.compressed, bound)
         factory = OPTIMIZERS[options.get("optimizer", "sgd")][1]
         self.optimizers = []
         if options.get("optimizer") == "dense":
@@ -105,7 +115,7 @@ class Pair:
         """Train both with a batch of this rank; return what both looked up."""
         outs = [looked_up(model, features) for model in (self.plain, self.compressed)]
         for out in outs:
-            (out * torch.linspace(-1, 1, out.numel()).view(out.shape)).sum().backward()
+            weighed(out).backward()
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
@@ -138,9 +148,19 @@ class Pair:
         }
 
 
+def weighed(out: torch.Tensor) -> torch.Tensor:
+    """Return a sum of which each element has a gradient of its own."""
+    return (out * torch.linspace(-1, 1, out.numel(), device=out.device).view(out.shape)).sum()
+
+
+def output_of(model: Any, features: KeyedJaggedTensor) -> Any:
+    """Return what a model gives a rank for each feature."""
+    return model.module["tables"](features.to(device())).wait()
+
+
 def looked_up(model: Any, features: KeyedJaggedTensor) -> torch.Tensor:
     """Return all that a rank gets, of bags and of sequences."""
-    out = model.module["tables"](features).wait()
+    out = output_of(model, features)
     if isinstance(out, dict):
         return torch.cat([out[key].values() for key in sorted(out)])
     return torch.cat([out[key] for key in sorted(out.keys())], 1)

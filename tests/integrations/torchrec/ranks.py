@@ -127,11 +127,17 @@ def tensors_of(model: Any, features: KeyedJaggedTensor) -> list[torch.Tensor]:
     return [out[key] for key in sorted(out.keys())]
 
 
+def device() -> torch.device:
+    """Return where this rank has its tables and batches."""
+    return torch.device("cuda", dist.get_rank()) if dist.get_backend() == "nccl" else CPU
+
+
 def gather(value: Any) -> torch.Tensor:
-    whole = torch.zeros(value.size(), dtype=value.dtype)
+    """Return a whole sharded table, on all ranks and on their CPUs."""
+    whole = torch.zeros(value.size(), dtype=value.dtype, device=device())
     value.gather(0, whole if dist.get_rank() == 0 else None)
     dist.broadcast(whole, 0)
-    return whole
+    return whole.cpu()
 
 
 def unmodified(pair: Pair, optimizer: str) -> DistributedModelParallel:
@@ -505,12 +511,15 @@ def run_checks(
     rank: int,
     folder: str,
     outcomes: Any,
+    backend: str = "gloo",
 ) -> None:
     """Run checks on one rank, up to the first that fails; put what each raised, or nothing."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     store = dist.FileStore(str(Path(folder, "store")), WORLD)  # type: ignore[attr-defined]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=WORLD, timeout=TIMEOUT)
     for name, (check, arguments) in checks.items():
         try:
             check(*arguments)
@@ -522,8 +531,13 @@ def run_checks(
     dist.destroy_process_group()
 
 
-def outcomes_of(module: Any, folder: str) -> dict[str, dict[int, str]]:
-    """Run the checks of a module on both ranks; return what each raised, by rank."""
+def outcomes_of(
+    module: Any, folder: str, *given: Any, timeout_s: float = TIMEOUT_SECONDS
+) -> dict[str, dict[int, str]]:
+    """Run the checks of a module on both ranks; return what each raised, by rank.
+
+    `given` are further arguments of the module's `run`.
+    """
     # Both ranks begin in forks of one process that has imported TorchRec, and loaded the codecs.
     context = multiprocessing.get_context("forkserver")
     modules = [__name__, module.__name__, "torch._dynamo", "tests.distributed.warm"]
@@ -531,12 +545,12 @@ def outcomes_of(module: Any, folder: str) -> dict[str, dict[int, str]]:
     found: dict[str, dict[int, str]] = {name: {} for name in module.CHECKS}
     results = context.Queue()
     workers = [
-        context.Process(target=module.run, args=(rank, folder, results), daemon=True)
+        context.Process(target=module.run, args=(rank, folder, results, *given), daemon=True)
         for rank in range(WORLD)
     ]
     for worker in workers:
         worker.start()
-    deadline = time.monotonic() + TIMEOUT_SECONDS
+    deadline = time.monotonic() + timeout_s
     try:
         while time.monotonic() < deadline:
             alive = any(worker.is_alive() for worker in workers)

@@ -10,7 +10,6 @@ import sys
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -18,6 +17,7 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_configs import DataType
 
 from bitslab.integrations.torchrec import CommunicationReport, compress_communication
+from tests.integrations.torchrec.ranks import device
 
 _TESTS = "torchrec.distributed.tests"
 #: Checks by name: how tables are sharded, and what differs.
@@ -51,11 +51,11 @@ def _check(name: str) -> None:
     sharding, options = SUITE[name]
     options = dict(options)
     case: Any = ModelParallelTestShared()
-    case.setUp(backend="gloo")
+    where, group = device(), dist.group.WORLD
+    case.setUp(backend=dist.get_backend())
     case._build_tables_and_groups(data_type=options.pop("data_type", DataType.FP32))
     tables = case.mean_tables if options.pop("mean", False) else case.tables
     weighted = None if "variable_batch_per_feature" in options else case.weighted_tables
-    cpu, group = torch.device("cpu"), dist.group.WORLD
     bags = test_sharding.SharderType.EMBEDDING_BAG_COLLECTION.value
     constraints = None
     if sharding == "column_wise":
@@ -70,14 +70,14 @@ def _check(name: str) -> None:
     with mock.patch.object(test_sharding, "DistributedModelParallel", made):
         test_sharding.sharding_single_rank_test_single_process(
             pg=group,
-            device=cpu,
+            device=where,
             rank=dist.get_rank(),
             world_size=dist.get_world_size(),
             model_class=TestSparseNN,
             embedding_groups=case.embedding_groups,
             tables=tables,
             weighted_tables=weighted,
-            sharders=[test_sharding.create_test_sharder(bags, sharding, "fused", device=cpu)],
+            sharders=[test_sharding.create_test_sharder(bags, sharding, "fused", device=where)],
             optim=EmbOptimType.EXACT_SGD,
             constraints=constraints,
             random_seed=7,

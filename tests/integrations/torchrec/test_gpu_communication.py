@@ -1,0 +1,28 @@
+"""Compressed output dists on two GPUs, over NCCL, against TorchRec's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("torchrec", reason="torchrec is not installed")
+
+from tests.integrations.torchrec import communication_ranks, ranks
+
+pytestmark = pytest.mark.gpu
+#: Of all checks together; kernels are compiled first.
+TIMEOUT_S = 300
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[int, str]]:
+    """What each check raised, by rank."""
+    if torch.cuda.device_count() < ranks.WORLD:
+        pytest.skip(f"needs {ranks.WORLD} GPUs")
+    folder = str(tmp_path_factory.mktemp("ranks"))
+    return ranks.outcomes_of(communication_ranks, folder, "nccl", timeout_s=TIMEOUT_S)
+
+
+@pytest.mark.parametrize("name", communication_ranks.CHECKS)
+def test_ranks_on_gpus(outcomes: dict[str, dict[int, str]], name: str) -> None:
+    ranks.check_outcome(outcomes, name)
