@@ -326,6 +326,7 @@ def broken_encoding(rank: int, ranks: int) -> dict[str, str]:
 def wrong_tables(rank: int, ranks: int) -> dict[str, str]:
     """Each refused before anything is sent."""
     planned = CompressedAllToAll(tables=TABLES)
+    placed = CompressedAllToAll(tables=TABLES, device="cpu")
     single = CompressedAllToAll(pieces=2)
     sizes = {"users": [1] * ranks}
     t = torch.ones(ranks, 8)
@@ -336,6 +337,7 @@ def wrong_tables(rank: int, ranks: int) -> dict[str, str]:
         "no mapping": lambda: planned.exchange_tables([t], sizes, sizes),  # type: ignore[arg-type]
         "width": lambda: planned.exchange_tables({"users": t[:, :3]}, sizes, sizes),
         "dtype": lambda: planned.exchange_tables({"users": t.double()}, sizes, sizes),
+        "device": lambda: placed.exchange_tables({"users": t.to("meta")}, sizes, sizes),
         "no sizes": lambda: planned.exchange_tables({"users": t}, sizes, {}),
         "ids with pieces": lambda: single(t, row_ids=torch.zeros(ranks, dtype=torch.int64)),
         "feedback": lambda: CompressedAllToAll(backward=0.1, error_feedback=5)(

@@ -153,6 +153,7 @@ WRONG = {
     "no mapping": "ArgumentTypeError: inputs: expected a mapping by table, got [tensor(",
     "width": "ArgumentError: inputs: users: [2, 3], expected [N, 8]",
     "dtype": "ArgumentTypeError: inputs: users: torch.float64, planned is torch.float32",
+    "device": "ArgumentTypeError: inputs: users: on meta, accepted are cpu and cuda",
     "no sizes": "ArgumentError: input_split_sizes: users: [0, 0], expected sizes from 0",
     "ids with pieces": "ArgumentError: row_ids: given with pieces=2",
     "feedback": "ArgumentError: received_ids: 1 ids, 2 rows come",

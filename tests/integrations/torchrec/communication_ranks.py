@@ -23,6 +23,7 @@ from torchrec.distributed.fbgemm_qcomm_codec import (
 from torchrec.distributed.sharding_plan import (
     construct_module_sharding_plan,
     data_parallel,
+    grid_shard,
     table_row_wise,
     table_wise,
 )
@@ -397,6 +398,8 @@ def later_than_the_first_step() -> None:
 
 def what_cannot_be_compressed_is_left() -> None:
     plan = {"t1": data_parallel(), "t2": table_row_wise(host_index=0), "t3": table_wise(rank=1)}
+    grid = sharded({**PLANS["table_wise"], "t3": grid_shard(host_indexes=[0])}, optimizer="dense")
+    assert "within a host" in compress_communication(grid).left["tables.grid_shard"]
     model = sharded(plan, optimizer="dense")
     report = compress_communication(model)
     assert list(report.compressed) == ["tables.table_wise"]

@@ -3,7 +3,8 @@
 Bytes that are alive where memory is short have a price, and so have seconds of the link and the SSD
 where the timeline shows the device waiting for them. Given prices each site and module is decided
 by itself; the price of memory is the least at which everything fits, and the other prices follow
-from what the timeline then shows. The best plan seen is improved by changes of one or two sites.
+from what the timeline then shows. Modules that cost the same differ by where they lie. The
+best plan seen is improved by changes of one or two sites.
 
 The effort is counted in positions of the timeline, not in time, so that equal measurements give
 equal plans.
@@ -15,10 +16,12 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
 from .candidates import Choices
+from .module_layouts import ModuleLayouts
 from .option_costs import OptionCosts
 from .solution import MARGIN_BYTES, Priced, Prices, Solution
 from .tier_room import with_room
@@ -30,6 +33,8 @@ EFFORT, MOST_RUNS = 110_000, 800
 ROUNDS, COARSE_ROUNDS = 14, 4
 #: Prices of all queues' seconds, of which the best is adapted by site; where a site's begins.
 UNIFORM, FIRST_PRICE = (0.0, 0.01, 0.03, 0.08, 0.15, 0.3, 0.5, 1.0), 0.02
+#: Share of the effort left behind the prices that layouts of modules take at most.
+LAYOUT_SHARE = 0.25
 #: Plans that are crossed with the best one, and steps of halving for each.
 CROSSED, CROSSED_STEPS = 2, 5
 #: Most moments at which memory is short that prices are made for.
@@ -70,6 +75,7 @@ class Solver:
         self._dear = self._free()
         for price in self._dear.queues.values():
             price += 1.0
+        self._layouts = ModuleLayouts(timeline, self._costs)
         self._budget = 0
         #: By choices, the tiers that had too little room for what was last wanted in their place.
         self._overfull: dict[bytes, frozenset[str]] = {}
@@ -257,11 +263,11 @@ class Solver:
         best, used = self._adapted(best, used, limit, seen, COARSE_ROUNDS if coarse else ROUNDS)
         if coarse or self._is_free(best):
             return best
-        for start in self._starts(limit):
-            found = self._followed(start, limit, seen)
-            if found.better_than(best):
-                best = found
+        fits = partial(self._fits, limit=limit)
+        followed = partial(self._followed, limit=limit, seen=seen)
+        best = min((best, *map(followed, self._starts(limit))), key=Solution.rank)
         best = self._crossed(best, limit, seen)
+        best = self._layouts.best(best, fits, followed, int(LAYOUT_SHARE * self._budget))
         best, used = self._improve(best, used, limit, seen)
         return self._wander(best, used, limit, seen)
 
@@ -484,7 +490,9 @@ class Solver:
         while self._budget > 0 and not self._is_free(best):
             before = best
             for changed in self._changes(best, prices, limit):
-                if changed.key() in seen or not self._fits(changed, limit):
+                if changed.key() in seen or not self._layouts.may_gain(changed, best):
+                    continue
+                if not self._fits(changed, limit):
                     continue
                 found = self._followed(changed, limit, seen)
                 if found.better_than(best):
@@ -587,6 +595,4 @@ class Solver:
 
 def _moved_price(price: float, over: bool) -> float:
     """Return the price of a byte of a tier that is full, or is not."""
-    if over:
-        return max(price * 2, 1e-13)
-    return price * 0.7
+    return max(price * 2, 1e-13) if over else price * 0.7
