@@ -17,7 +17,7 @@ from ..module_methods import MethodOverride
 from ..module_tensors import own_buffers
 from .attached import PlainCopies
 from .compiled import hook_functions
-from .guards import modified
+from .guards import is_transformed, modified
 from .module_state import PlainState, detached_leaves, same_bits, torch_generators
 from .sites import is_compiled
 from .step_recorder import StepRecorder
@@ -144,6 +144,48 @@ def _leave(
     recorder.leave_module(name, changes.pop()() if changes else "")
 
 
+class _Distinct:
+    """Arguments of a module, each tensor once.
+
+    `checkpoint` gives the pass that is computed again what saved-tensor hooks return, another
+    object for each time that a tensor was given: attention, for one, takes another way where its
+    query is not its key.
+
+    Parameters
+    ----------
+    args : tuple
+        What the module is given by place.
+    kwargs : dict
+        And by name.
+
+    Attributes
+    ----------
+    values : list
+        Different objects of `args`.
+    named : dict
+        What of `kwargs` is none of these.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        number: dict[int, int] = {}
+        self._places = tuple(number.setdefault(id(value), len(number)) for value in args)
+        self.values = [args[self._places.index(i)] for i in range(len(number))]
+        self._by_name = {
+            name: number[id(value)] for name, value in kwargs.items() if id(value) in number
+        }
+        self.named = {n: value for n, value in kwargs.items() if n not in self._by_name}
+
+    def calling(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what calls `run` with all arguments, and is called with the different ones."""
+        places, by_name = self._places, self._by_name
+
+        def call(*values: Any, **named: Any) -> Any:
+            again = {name: values[i] for name, i in by_name.items()}
+            return run(*(values[i] for i in places), **again, **named)
+
+        return call
+
+
 class _Run:
     """One forward pass of a checkpointed module, which `checkpoint` calls again for the backward.
 
@@ -203,7 +245,7 @@ class _Checkpointed(MethodOverride):
             if guide is None or not guide.is_on(self._path):
                 return original(*args, **kwargs)
             given = list(_tensors((args, kwargs)))
-            if any(t is None for t in given):  # unlike what was profiled
+            if any(t is None for t in given) or is_transformed():  # unlike what was profiled
                 return original(*args, **kwargs)
             if guide.is_proven(self._path):
                 return self._checkpointed(args, kwargs)
@@ -215,7 +257,9 @@ class _Checkpointed(MethodOverride):
     def _checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [t for t in _tensors(tuple(kwargs.values())) if t is not None]
         run = _Run(self.module, self.original(), self._path, given)
-        return checkpoint(run, *args, use_reentrant=False, **kwargs)
+        distinct = _Distinct(args, kwargs)
+        call = distinct.calling(run)
+        return checkpoint(call, *distinct.values, use_reentrant=False, **distinct.named)
 
     def _first(
         self,

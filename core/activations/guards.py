@@ -12,6 +12,7 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
+from torch.autograd.function import BackwardCFunction
 
 from ..engine.versions import version_of
 from ..errors import ModifiedInPlaceError
@@ -43,11 +44,21 @@ _MOST_FORMS = 6
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 _STRIDED = torch.strided
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_transforms = torch._C._functorch.peek_interpreter_stack
 _dispatch_mode, _FAKE_MODE = torch._C._get_dispatch_mode, torch._C._TorchDispatchModeKey.FAKE
 
 #: Classes of nodes that are none of these.
 _no_forms: set[type] = set()
 _empties: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+
+def is_computed_again() -> bool:
+    """Return whether the node that runs now, of a backward pass, computes with Python.
+
+    As that of a reentrant checkpoint does. What torch's own nodes save is of a graph of the
+    backward pass itself, which is read much later.
+    """
+    return isinstance(torch._C._current_autograd_node(), BackwardCFunction)
 
 
 def version_witness(t: torch.Tensor) -> torch.Tensor:
@@ -98,6 +109,11 @@ def is_plain(t: torch.Tensor) -> bool:
         # Its copy would be a fake one, and serve saves of the same storage behind the mode.
         and _dispatch_mode(_FAKE_MODE) is None
     )
+
+
+def is_transformed() -> bool:
+    """Return whether a transform of torch.func or a fake mode is on, whose tensors have no bits."""
+    return _transforms() is not None or _dispatch_mode(_FAKE_MODE) is not None
 
 
 def is_form_of_leaf(t: torch.Tensor) -> bool:

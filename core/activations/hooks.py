@@ -17,7 +17,7 @@ from ..errors import BitslabError, add_note
 from .copies import KeptView, SavedView, StoredCopy
 from .executor import Executor
 from .forms import SavedForm
-from .guards import is_form_of_leaf, is_plain, unchanged
+from .guards import is_computed_again, is_form_of_leaf, is_plain, unchanged
 from .host_room import HostMemoryError
 from .identity import CopyTable, Span, base_of, span_of
 from .local_copies import LocalCopy, PackedCopy, UnsizedCopies, packed_copy, replayed_copy
@@ -35,6 +35,8 @@ from .verify import Verifier
 #: A tensor that is left as it is, with its version. Detached: an output that its own node saved
 #: would make a cycle that is never freed.
 KeptTensor = tuple[torch.Tensor, int]
+
+_graph_task = torch._C._current_graph_task_id
 
 
 class SavedTensorHooks:
@@ -180,6 +182,8 @@ class SavedTensorHooks:
         if self._devices is not None and t.device not in self._devices:
             return t.detach(), version
         if not t.is_contiguous() and span_of(t).nbytes < self._min_bytes:  # an expanded one
+            return t.detach(), version
+        if _graph_task() != -1 and is_computed_again():
             return t.detach(), version
         return self._pack(t, version, storage, current)
 

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -20,9 +20,10 @@ from ..engine.transfer.unit_report import UnitReport
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from .attached import ATTRIBUTE, LISTED_PASSES, Attachment, ModuleTensors
 from .auto import AutoPolicy
-from .compiled import compiled_notes, hook_functions, is_one_graph, whole_note
+from .compiled import compiled_notes, is_one_graph, whole_note
 from .disk import Drive
 from .guards import storages_of
+from .hooked_pass import hooked_pass, refuse_capture
 from .hooks import SavedTensorHooks
 from .limits import limits_of
 from .lossy import Lossy
@@ -140,6 +141,10 @@ class ActivationOffload:
     sparse, nested or of a class of their own; in a model that is attached to, tensors on other
     devices than its parameters, and what is saved outside of its forward pass.
 
+    Forward passes that begin within a backward pass, as a checkpoint computes them again, and what
+    a reentrant checkpoint computes again within this context, are kept as they are. Under
+    CUDA-graph capture a pass raises `ArgumentError`, before anything is changed.
+
     A tensor that is changed in place after it was saved raises `ModifiedInPlaceError`, a
     RuntimeError with torch's message, when it is read, as without hooks.
 
@@ -252,7 +257,7 @@ class ActivationOffload:
     # In the place of a context manager of torch
 
     def __enter__(self) -> ActivationOffload:
-        context = self._pass(set())
+        context = hooked_pass(self._hooks, set, self._note)
         context.__enter__()
         self._contexts().append(context)
         return self
@@ -268,24 +273,6 @@ class ActivationOffload:
     def _contexts(self) -> list[contextlib.AbstractContextManager[None]]:
         found: list[Any] = self._local.__dict__.setdefault("contexts", [])
         return found
-
-    @contextlib.contextmanager
-    def _pass(self, parameters: set[int]) -> Iterator[None]:
-        """Run a forward pass whose saved tensors are moved."""
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-            self._note(
-                "saved tensors are kept on the device where torch's hooks are turned off "
-                "(disable_saved_tensors_hooks, or a transform of torch.func)"
-            )
-            yield
-            return
-        hooks = hook_functions(self._hooks.pack, self._hooks.unpack)
-        self._hooks.enter(parameters)
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(*hooks):
-                yield
-        finally:
-            self._hooks.leave()
 
     # Attached to a model
 
@@ -347,8 +334,15 @@ class ActivationOffload:
         host_arena().trim()
 
     def _model_pass(self) -> contextlib.AbstractContextManager[Any]:
-        if not torch.is_grad_enabled() or self._hooks.inside():
+        if not torch.is_grad_enabled():
             return contextlib.nullcontext()
+        if self._hooks.inside():
+            refuse_capture()  # which may have begun within the context
+            return contextlib.nullcontext()
+        return hooked_pass(self._hooks, self._left_alone, self._note)
+
+    def _left_alone(self) -> set[int]:
+        """Begin a pass of the model; return the storages of its parameters and buffers."""
         tensors = self._tensors
         assert tensors is not None and self._attachment is not None
         tensors.passes += 1
@@ -357,7 +351,7 @@ class ActivationOffload:
             assert model is not None  # whose pass this is
             tensors = self._tensors = ModuleTensors(model)
             self._hooks.watch(module_names(model), {t.device for t in tensors} or None)
-        return self._pass(storages_of(tensors))
+        return storages_of(tensors)
 
     def _returned(self, result: Any) -> None:
         """Take note of outputs, of which what is saved outside of the model is made."""

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..engine.advisor import SwapLink
 from ..engine.advisor.planning import (
     COMPARED_STEPS,
     MOST_CORRECTIONS,
@@ -36,14 +35,15 @@ from ..engine.advisor.planning import (
 from .checkpointed import CheckpointedModules, ModuleWatch, checkpointable
 from .disk_share import required_note
 from .followed import Followed, FollowedPlans
+from .measured_link import measured_link
 from .measured_pass import MeasuredPass
 from .memory_limit import limit_bytes
 from .pass_record import PassPlan, PassRecord
 from .planned_passes import choice_of, pass_plan
 from .planned_tiers import PlannedTiers
 from .policies import CHECKPOINT, KEEP, RAW, Choice, Codecs
-from .sites import Select, Site
-from .step_recorder import RecordedStep, StepRecorder, inside_module
+from .sites import Select, Site, inside_module
+from .step_recorder import RecordedStep, StepRecorder
 from .tiers import Tiers
 from .time_models import TimeModels
 from .traffic import SentBlob
@@ -54,6 +54,8 @@ MOST_ATTEMPTS = 8
 PATIENCE_PASSES = 64
 #: By how much a plain pass on a GPU is taken to be longer than a profiled one, at most.
 MOST_PLAIN_FACTOR = 1.25
+#: Planned passes that are measured and not over, as those that fail are not, which are waited for.
+MOST_MEASURED = 8
 #: Passes from a plan to the next one because of larger tensors, at first; twice as many each time.
 REPLAN_PASSES = 4
 
@@ -296,9 +298,8 @@ class PlannedPolicy:
         if self._modules is not None:
             refused = self._modules.refused
             modules = tuple(name for name in self._modules.modules if name not in refused)
-        recorded = recorder.recorded(
-            self._times(recorder.device), self._link(recorder), modules, earlier
-        )
+        link, share = measured_link(recorder.device, self._warn)
+        recorded = recorder.recorded(self._times(recorder.device), link, modules, earlier)
         self._recorded = recorded
         self._corrections = 0
         self._followed.clear()
@@ -307,7 +308,8 @@ class PlannedPolicy:
         self._plain_s = profile.step_s
         if profile.link is not None:
             on_gpu = self._device().type == "cuda"
-            profile = replace(profile, **self._tiers.fields(profile, on_gpu=on_gpu))
+            behind = self._tiers.fields(profile, on_gpu=on_gpu)
+            profile = replace(profile, link_share_both_ways=share, **behind)
         self._plan(profile)
         return True
 
@@ -325,13 +327,6 @@ class PlannedPolicy:
         if self._plain is None or not self._plain.is_over or not profile.step_s:
             return 1.0
         return min(max(self._plain.step().step_s / profile.step_s, 1.0), MOST_PLAIN_FACTOR)
-
-    def _link(self, recorder: StepRecorder) -> SwapLink | None:
-        try:
-            return SwapLink.measured(recorder.device)
-        except Exception as error:  # of a link that cannot be measured: training goes on
-            self._warn(f"the link of {recorder.device} could not be measured ({error})")
-            return None
 
     def _times(self, device: torch.device) -> Callable[..., tuple[float, float] | None]:
         """Return what predicts the seconds of codecs on a device."""
@@ -437,13 +432,14 @@ class PlannedPolicy:
             measured = MeasuredPass(self._device())
             entered.profile = entered.watcher = measured
             self._measuring.append((measured, sum(self._unplanned.values())))
+            del self._measuring[:-MOST_MEASURED]
 
     def _take_measured(self) -> bool:
         """Compare passes that are over with what was predicted; return whether that changes it."""
         if self.plan is None or self.profile is None:
             return False
-        while self._measuring and self._measuring[0][0].is_over:
-            measured, unplanned = self._measuring.pop(0)
+        for measured, unplanned in [each for each in self._measuring if each[0].is_over]:
+            self._measuring.remove((measured, unplanned))
             if sum(self._unplanned.values()) == unplanned:  # it was the step that was planned
                 self._steps.append(measured.step())
         if len(self._steps) < COMPARED_STEPS:

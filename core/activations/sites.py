@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from types import FrameType
 
@@ -106,3 +106,19 @@ def running_module(frames: int = 1) -> nn.Module | None:
 def operation_of(t: torch.Tensor) -> str:
     """Return the name of the node of autograd that made a tensor."""
     return "" if t.grad_fn is None else t.grad_fn.name()
+
+
+def inside_module(site: str, module: str) -> bool:
+    """Return whether a site is one of a module, or of a module in it."""
+    path = site.rsplit(":", 1)[0]
+    return path == module or path.startswith(f"{module}.")
+
+
+def are_inside(sites: Iterable[str], module: str) -> bool:
+    """Return whether all sites that save a tensor are a module's: else it lives on without it."""
+    return all(inside_module(site, module) for site in sites)
+
+
+def module_of_sites(sites: Collection[str], modules: Iterable[str]) -> str:
+    """Return the first module that all sites are inside of; "" where there is none."""
+    return next((name for name in modules if are_inside(sites, name)), "")

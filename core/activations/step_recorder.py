@@ -27,7 +27,7 @@ from .policies import Codecs
 from .profile import encoded_bytes, packed_share
 from .replay import differing_elements, replay_of
 from .samples import sample_of
-from .sites import Site
+from .sites import Site, are_inside, module_of_sites
 
 #: Returns the seconds of encoding and decoding: of a codec, bytes, packed share, element bytes.
 PackingTimes = Callable[[str, int, float, int], tuple[float, float] | None]
@@ -402,8 +402,9 @@ class StepRecorder:
                 gaps = min(gaps, before, key=sum)
         clock = [0.0, *itertools.accumulate(gaps)]
         read = {name: each for name, each in self._saved.items() if each.first_read is not None}
-        modules, why_not = self._modules(clock, read, candidates)
-        module_of = {name: _module_of(name, modules) for name in read}
+        savers = self._savers()
+        modules, why_not = self._modules(clock, read, candidates, savers)
+        module_of = {name: module_of_sites(savers.get(name, (name,)), modules) for name in read}
         exact = self._exact(read)
         turn_s, end_s = clock[self._forward_end], clock[self._end]
         sites = []
@@ -496,8 +497,19 @@ class StepRecorder:
             at += 1
         return clock[min(at, self._end)]
 
+    def _savers(self) -> dict[str, list[str]]:
+        """Return all sites that save a tensor, by the first one, where there are several."""
+        found: dict[str, list[str]] = {}
+        for name, first in self._first_of.items():
+            found.setdefault(first, [first]).append(name)
+        return found
+
     def _modules(
-        self, clock: list[float], read: Mapping[str, _Saved], candidates: Sequence[str]
+        self,
+        clock: list[float],
+        read: Mapping[str, _Saved],
+        candidates: Sequence[str],
+        savers: Mapping[str, list[str]],
     ) -> tuple[dict[str, ModuleProfile], dict[str, str]]:
         """Return the modules that may be checkpointed, and why others may not."""
         assert self._forward_end is not None and self._end is not None
@@ -506,7 +518,7 @@ class StepRecorder:
         counted: set[int] = set()
         for name in candidates:
             runs = self.modules.get(name, [])
-            own = {n: each for n, each in read.items() if inside_module(n, name)}
+            own = {n: each for n, each in read.items() if are_inside(savers.get(n, (n,)), name)}
             if len(runs) != 1 or runs[0].end < 0:
                 why_not[name] = f"It ran {len(runs)} times."
             elif runs[0].why_not:
@@ -518,8 +530,8 @@ class StepRecorder:
             run = runs[0]
             kept = 0
             for number, nbytes in run.inputs:
-                others = self._over.get(number, ())
-                if any(not inside_module(each.site.name, name) for each in others):
+                sites = (each.site.name for each in self._over.get(number, ()))
+                if not all(are_inside(savers.get(site, (site,)), name) for site in sites):
                     continue
                 if number not in counted:
                     counted.add(number)
@@ -577,13 +589,3 @@ def watch_end(watched: set[int], call: Callable[[], None]) -> None:
     if task >= 0 and task not in watched:
         watched.add(task)
         torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-def inside_module(site: str, module: str) -> bool:
-    """Return whether a site is one of a module, or of a module in it."""
-    path = site.rsplit(":", 1)[0]
-    return path == module or path.startswith(f"{module}.")
-
-
-def _module_of(site: str, modules: Iterable[str]) -> str:
-    return next((name for name in modules if inside_module(site, name)), "")

@@ -11,10 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bitslab
 from bitslab import ModifiedInPlaceError
 from bitslab.activations.module_state import PlainState, same_bits
+from bitslab.activations.pass_record import PassRecord
 from bitslab.engine.advisor.planning import Candidate, Plan, StepProfile
 from tests.activations.test_planned import HIDDEN, ROWS, follow, plan_of
 
@@ -301,3 +303,76 @@ def test_results_are_compared_by_bits() -> None:
     assert same_bits([object()], [object()])  # nobody can tell
     assert same_bits([torch.tensor([True]), torch.ones(2, dtype=torch.complex64)],
                      [torch.tensor([True]), torch.ones(2, dtype=torch.complex64)])  # fmt: skip
+
+
+class Attending(nn.Module):
+    """Takes another way where what it is given twice is not one tensor, as attention does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = nn.Linear(HIDDEN, 2 * HIDDEN)
+        self.down = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        if query is key and key is value:
+            a, b = self.both(query).chunk(2, -1)
+        else:
+            weights, biases = self.both.weight.chunk(2), self.both.bias.chunk(2)
+            a, b = (
+                nn.functional.linear(t, w, c)
+                for t, w, c in zip((query, key), weights, biases, strict=True)
+            )
+        made: torch.Tensor = value + self.down(a.tanh() * b)
+        return made
+
+
+class Attentions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layers = nn.ModuleList(Attending() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x, x, value=x)
+        return x
+
+
+def test_a_tensor_that_a_layer_is_given_twice_is_one_when_it_is_computed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    checkpoint_all(monkeypatch)
+    model = Attentions()
+    offload = planned(model)
+    found = steps(model)
+    assert offload.plan is not None and offload.plan.modules
+    assert not any("not computed again" in note for note in offload.report().notes)
+    assert equal(found, steps(Attentions()))
+    offload.detach()
+
+
+@pytest.mark.parametrize("transform", ["vmap", "fake"])
+def test_layers_are_not_compared_under_transforms(
+    transform: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their tensors have no bits; the layer is tried in the next pass."""
+    plans = checkpoint_all(monkeypatch)
+    model = Attentions()
+    offload = planned(model)
+    steps(model, 3)
+    policy: Any = offload._policy
+    policy.begin(PassRecord(-1, set()))  # plans, of which no pass has followed any
+    assert plans and plans[0].modules and not policy._modules._proven
+    policy._running.record = None
+    x = torch.randn(2, ROWS, HIDDEN)
+    if transform == "fake":
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            assert model(torch.ones(ROWS, HIDDEN)).shape == (ROWS, HIDDEN)
+    else:
+        mapped = torch.vmap(model)(x)
+        with torch.no_grad():
+            assert torch.allclose(mapped[0], model(x[0]), atol=1e-6)
+    assert not policy._modules._proven and not policy._modules.refused
+    model(x[0]).square().mean().backward()
+    assert policy._modules._proven == set(plans[0].modules)
+    offload.detach()

@@ -6,32 +6,42 @@ And the step after it is right.
 from __future__ import annotations
 
 import gc
+import os
+import re
 import threading
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import bitslab
-from bitslab.activations import crossing, limits, traffic
+from bitslab.activations import crossing, limits, planned, traffic
 from bitslab.activations.executor import Executor
+from bitslab.engine.advisor.planning import Candidate, Correction, MeasuredStep, Plan, StepProfile
 from bitslab.engine.memory import host_arena
 from bitslab.engine.memory.page_locking import MappedMemory
 from bitslab.engine.transfer import events
 from tests.activations.cases.hooks_and_faults import Failing
+from tests.activations.test_planned import follow, plan_of
 
-pytestmark = pytest.mark.usefixtures("one_thread", "quick_measuring", "slow_link")
+pytestmark = pytest.mark.usefixtures(
+    "one_thread", "quick_measuring", "quick_disk", "slow_link", "holds", "all_moved"
+)
 
 POLICIES: dict[str, dict[str, Any]] = {
     "raw": {"policy": "raw"},
     "static": {"policy": "static", "codecs": "zvc"},
     "host": {"policy": "host", "codecs": "zvc"},
     "auto": {"policy": "auto", "profile_every": 1},
+    "planned": {"memory": "8GiB"},
+    "planned-disk": {"memory": "8GiB", "disk": ...},
 }
-#: Passes until auto has measured and decided.
-PASSES = 3
+#: Passes until all is measured and decided; those behind them follow a plan.
+PASSES = {"planned": 5, "planned-disk": 5}
+USUAL_PASSES = 3
 #: What a GPU keeps of codecs that auto has fitted to a model's tensors: kernels are bound to the
 #: tables of the last 1,024, some of which are those of a model that is gone.
 TABLES_BYTES = 64 << 10
@@ -54,8 +64,19 @@ def slow_link(link: Callable[[float], None]) -> None:
     link(1e4)  # so slow that auto packs
 
 
+@pytest.fixture
+def all_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan to move all tensors, to the disk where there is one."""
+
+    def choose(profile: StepProfile) -> Plan:
+        tier = Candidate("host" if profile.disk is None else "disk")
+        return plan_of(profile, {each.site: tier for each in profile.sites if each.movable})
+
+    follow(monkeypatch, choose)
+
+
 def held() -> Counter[str]:
-    """Return what this process holds: threads by name, and numbers of all else."""
+    """Return what this process holds: threads and files by name, and numbers of all else."""
     gc.collect()
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
@@ -68,14 +89,25 @@ def held() -> Counter[str]:
     unused = sum(map(len, events._free.values()))
     found["events"] = sum(issubclass(type(each), torch.cuda.Event) for each in objects) - unused
     found["bytes of GPUs"] = torch.cuda.memory_allocated()
+    found.update(name for name in map(open_name, os.listdir("/proc/self/fd")) if "/" in name)
     return found
+
+
+def open_name(number: str) -> str:
+    """Return the name of what is open; "" for the listing itself, which is closed by now."""
+    try:
+        name = os.readlink(f"/proc/self/fd/{number}")
+    except FileNotFoundError:
+        return ""
+    return re.sub(r"/#\d+ ", "/ ", name)  # of a file without a name
 
 
 class Steps:
     """Steps of a model with one input, and the gradients of plain training."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, folder: Path) -> None:
         torch.manual_seed(2)
+        self.folder = folder
         self.model = Failing().to(device)
         self.x = torch.randn(16, 8, device=device)
         self.plain = self.gradients()
@@ -95,9 +127,10 @@ class Steps:
             assert all(map(torch.equal, self.gradients(), self.plain))
 
     def attach(self, policy: str) -> bitslab.ActivationOffload:
-        return bitslab.offload_activations(
-            self.model, min_bytes=64, in_flight_bytes=0, **POLICIES[policy]
-        )
+        options = dict(POLICIES[policy])
+        if "disk" in options:
+            options["disk"] = self.folder
+        return bitslab.offload_activations(self.model, min_bytes=64, in_flight_bytes=0, **options)
 
 
 def fails_once(
@@ -124,16 +157,18 @@ def test_a_step_that_fails_leaves_nothing(
     policy: str,
     device: str,
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     """In the model's own passes, and in what the hooks of saved tensors do."""
-    steps = Steps(device)
+    steps, passes = Steps(device, tmp_path), PASSES.get(policy, USUAL_PASSES)
     offload = steps.attach(policy)
-    steps.check(PASSES)  # what is compiled and measured once remains
+    steps.check(passes)  # what is compiled and measured once remains
     offload.detach()
     del offload
     before = held()
     offload = steps.attach(policy)
-    steps.check(PASSES)
+    steps.check(passes)
+    assert (offload.plan is not None) == (policy in PASSES)
     failure = error("on purpose")
     with monkeypatch.context() as patch:
         if where == "forward":
@@ -148,7 +183,9 @@ def test_a_step_that_fails_leaves_nothing(
             steps.gradients()
     failure.with_traceback(None)  # its frames hold the graph, which holds what raised it
     steps.check()
-    assert offload.stats()["moved_tensors"] > 0
+    stats = offload.stats()
+    assert stats["moved_tensors"] > 0
+    assert policy != "planned-disk" or stats["disk_written_bytes"] > 0
     offload.detach()
     del offload
     if policy == "auto":
@@ -158,10 +195,10 @@ def test_a_step_that_fails_leaves_nothing(
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_error_in_the_thread_that_encodes_leaves_nothing(
-    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its tensor is kept."""
-    steps = Steps("cpu")
+    steps = Steps("cpu", tmp_path)
     before = held()
     offload = steps.attach("static")
     calls: list[int] = []
@@ -176,3 +213,35 @@ def test_an_error_in_the_thread_that_encodes_leaves_nothing(
     offload.detach()
     del offload
     assert not held() - before
+
+
+@pytest.mark.parametrize("where", ["error", "backward_error"])
+def test_a_step_that_fails_does_not_end_comparisons(
+    where: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It is measured, and never over."""
+    compared: list[int] = []
+
+    def compare(plan: Plan, found: list[MeasuredStep], **_: Any) -> Correction:
+        compared.append(len(found))
+        return Correction("holds", "The plan holds.")
+
+    monkeypatch.setattr(planned, "compare", compare)
+    steps = Steps("cpu", tmp_path)
+    offload = bitslab.offload_activations(steps.model, min_bytes=64, slowdown=0.5, profile_every=4)
+    policy: Any = offload._policy
+    steps.check(PASSES["planned"])
+    with monkeypatch.context() as patch:
+        patch.setattr(steps.model, where, ValueError("on purpose"))
+        with pytest.raises(ValueError, match="on purpose"):
+            steps.gradients()
+    assert not compared
+    steps.check(12)
+    assert len(compared) >= 2
+    with monkeypatch.context() as patch:
+        patch.setattr(steps.model, where, ValueError("on purpose"))
+        for _ in range(10 * planned.MOST_MEASURED):
+            with pytest.raises(ValueError, match="on purpose"):
+                steps.gradients()
+    assert len(policy._measuring) == planned.MOST_MEASURED
+    offload.detach()

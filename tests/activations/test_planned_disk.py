@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import bitslab
 from bitslab.activations.copies import StoredCopy
@@ -23,7 +25,7 @@ from bitslab.engine.advisor.planning import (
     make_plan,
 )
 from bitslab.engine.advisor.planning.planner import described
-from tests.activations.test_planned import blocks, follow, steps
+from tests.activations.test_planned import HIDDEN, ROWS, blocks, follow, plan_of, steps
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_measuring", "quick_disk", "holds")
 
@@ -193,4 +195,78 @@ def test_the_host_is_planned_as_far_as_a_disk_leaves_it_to_tensors(tmp_path: Pat
     list(steps(model, 4))
     assert offload.step_profile is not None
     assert offload.step_profile.host_bytes == 300_000  # the other half is for those on their way
+    offload.close()
+
+
+COUNTED = (
+    "moved_out_bytes",
+    "crossed_out_bytes",
+    "crossed_in_bytes",
+    "disk_written_bytes",
+    "disk_read_bytes",
+    "disk_forwarded_bytes",
+)
+
+
+def written(offload: bitslab.ActivationOffload) -> dict[str, int]:
+    """Wait until all that was saved is on the disk; return what was counted."""
+    before: dict[str, int] = {}
+    until = time.monotonic() + 20
+    while time.monotonic() < until:
+        now = {name: offload.stats()[name] for name in COUNTED}
+        if now == before and now["disk_written_bytes"] == now["crossed_out_bytes"]:
+            return now
+        before = now
+        time.sleep(0.05)
+    raise AssertionError(f"not written after 20 s: {before}")
+
+
+@pytest.mark.parametrize("codec", ["ibp-blob", None])
+def test_a_plan_that_packs_for_the_disk_writes_packed_bytes_alone(
+    codec: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def choose(profile: StepProfile) -> Plan:
+        able = [s.site for s in profile.sites if codec is None or s.packings[codec].share < 1]
+        return plan_of(profile, dict.fromkeys(able, Candidate("disk", codec)))
+
+    plans = follow(monkeypatch, choose)
+
+    def train(model: nn.Module, offload: bitslab.ActivationOffload | None) -> list[torch.Tensor]:
+        torch.manual_seed(11)
+        found = []
+        for _ in range(6):
+            x = torch.randn(ROWS, HIDDEN, requires_grad=True)
+            model.zero_grad()
+            loss = model(x).square().mean()
+            if offload is not None:
+                counted.append(written(offload))
+            loss.backward()
+            assert x.grad is not None
+            found += [x.grad, *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+        return found
+
+    counted: list[dict[str, int]] = []
+    model = blocks()
+    offload = bitslab.offload_activations(
+        model,
+        min_bytes=1024,
+        slowdown=0.1,
+        disk=tmp_path,
+        tiers="disk",
+        codecs=[codec] if codec else None,
+        in_flight_bytes=0,
+        verify=True,
+    )
+    found = train(model, offload)
+    counted.append(written(offload))
+    assert all(torch.equal(a, b) for a, b in zip(found, train(blocks(), None), strict=True))
+    chosen = {s.site for s in plans[0].sites if s.candidate == Candidate("disk", codec)}
+    rows = {site.unit.name: site for site in offload.report().sites}
+    assert chosen and {rows[name].choice for name in chosen} == {codec or "raw"}
+    assert {rows[name].unit.tier for name in chosen} == {"disk"}
+    begin, last, end = counted[2], counted[-2], counted[-1]  # the fourth step is planned
+    raw, crossed, back, to_disk, read, forwarded = (end[n] - begin[n] for n in COUNTED)
+    assert forwarded == 0 < to_disk == crossed == back
+    assert raw > to_disk if codec else raw == to_disk
+    assert read == to_disk and last["disk_written_bytes"] == end["disk_written_bytes"]
     offload.close()

@@ -7,6 +7,7 @@ import os
 import time
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import bitslab
+from bitslab.activations import measured_link
 from bitslab.activations import planned as planned_module
 from bitslab.activations.disk import DiskTier, PosixFile
 from bitslab.activations.measured_pass import MeasuredPass
@@ -315,4 +317,24 @@ def test_a_serial_plan_has_no_copies_on_their_way(monkeypatch: pytest.MonkeyPatc
     assert in_flight and not any(in_flight)
     for handle in handles:
         handle.remove()
+    offload.detach()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_profile_has_the_share_of_the_link_while_both_directions_are_used(
+    fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def share(device: torch.device) -> float:
+        if fails:
+            raise RuntimeError("on purpose")
+        return 0.75
+
+    monkeypatch.setattr(measured_link, "share_both_ways", share)
+    model = blocks()
+    offload = bitslab.offload_activations(model, min_bytes=1024, slowdown=0.1)
+    with pytest.warns(UserWarning, match="both directions") if fails else nullcontext():
+        list(steps(model, 5))
+    profile = offload.step_profile
+    assert profile is not None and profile.link is not None
+    assert profile.link_share_both_ways == (1.0 if fails else 0.75)
     offload.detach()

@@ -37,6 +37,7 @@ STRADDLE_BYTES = 96  # what a row costs more that does not begin at a line (H200
 PAGE_BYTES = 64 << 10  # fitted: with it, pages of sorted ids cost what rows of unsorted ones do
 PROBE_BYTES = 64 << 20
 PROBE_ROW_BYTES = 1024
+BOTH_WAYS_COPIES = 4  # of half as many bytes, each way, so that both directions are busy for long
 REPEATS = 3
 
 # NVIDIA H200, PCIe 5 x16, driver 580, CUDA 13.0, 2026-11, batches of 200,000 to 1,000,000 fresh
@@ -241,6 +242,7 @@ _RATES = ("host_to_device_bytes_per_s", "device_to_host_bytes_per_s", "zero_copy
 
 _lock = threading.Lock()
 _measured: dict[torch.device, LinkModel] = {}
+_shares: dict[torch.device, float] = {}
 
 
 def measure_link(
@@ -378,6 +380,78 @@ def _measure_gpu(device: torch.device) -> LinkModel:
         device_to_host_bytes_per_s=PROBE_BYTES / max(1e-9, up - model.copy_seconds),
         source=f"measured on {name}, random rows in proportion to an H200's",
     )
+
+
+def share_both_ways(device: torch.device) -> float:
+    """Return the share of its rate that a direction of the link has while both copy, up to 1.
+
+    Measured once in a process, in some tens of milliseconds, by copies of page-locked memory each
+    way alone and at once. 1 for a CPU, where there is no link; where BITSLAB_LINK gives all rates,
+    so that nothing is measured; and where there is no memory to measure it with.
+    """
+    if device.type != "cuda" or _figures_of_environment().keys() >= set(_RATES):
+        return 1.0
+    where = checked_device(device)
+    with _lock:
+        if where not in _shares:
+            _shares[where] = _measure_both_ways(where)
+        return _shares[where]
+
+
+def _measure_both_ways(device: torch.device) -> float:
+    from ..memory.host import HostBuffer
+
+    with own_stream(device), contextlib.closing(HostBuffer.allocate(PROBE_BYTES)) as buffer:
+        try:
+            here = torch.empty(2, PROBE_BYTES // 2, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError:
+            return 1.0
+        if not buffer.pinned:
+            return 1.0
+        down, up = buffer.tensor.view(2, -1)
+        ways = [
+            (StreamLane(device), target, source)
+            for target, source in ((here[0], down), (up, here[1]))
+        ]
+        alone = [min(_seconds_at_once([way])[0] for _ in range(REPEATS)) for way in ways]
+        return max(share_of_ends(alone, _seconds_at_once(ways)) for _ in range(REPEATS))
+
+
+def _seconds_at_once(ways: list[tuple[StreamLane, torch.Tensor, torch.Tensor]]) -> list[float]:
+    """Return when the copies of each way are over, which all begin now; waits for them."""
+    begin = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    begin.record()
+    ends = []
+    for lane, _, _ in ways:
+        lane.wait(begin)
+        ends.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+    for _ in range(BOTH_WAYS_COPIES):  # in turn, so that none is far ahead
+        for lane, target, source in ways:
+            with lane.on():
+                target.copy_(source, non_blocking=True)
+    for (lane, _, _), end in zip(ways, ends, strict=True):
+        lane.record(end)
+    for end in ends:
+        end.synchronize()
+    return [float(begin.elapsed_time(end) / 1e3) for end in ends]
+
+
+def share_of_ends(alone_s: list[float], ends_s: list[float]) -> float:
+    """Return the mean share of two directions while both were busy, up to 1.
+
+    Parameters
+    ----------
+    alone_s : list of float
+        Seconds that each takes by itself.
+    ends_s : list of float
+        When each was over that began at once; the later one had the link for itself behind that.
+    """
+    together_s = max(1e-9, min(ends_s))
+    shares = [
+        (alone - (end - together_s)) / together_s
+        for alone, end in zip(alone_s, ends_s, strict=True)
+    ]
+    return min(1.0, max(0.05, sum(shares) / len(shares)))
 
 
 @contextlib.contextmanager

@@ -59,6 +59,15 @@ def test_random_rows_are_measured_on_request():
     assert measure_link("cuda") is model
 
 
+def test_the_share_of_a_direction_while_both_are_used(monkeypatch):
+    monkeypatch.setattr(link_module, "_shares", {})
+    before = torch.cuda.memory_allocated()
+    share = link_module.share_both_ways(torch.device("cuda"))
+    assert 0.3 < share <= 1.0
+    assert link_module.share_both_ways(DEVICE) == share and len(link_module._shares) == 1
+    assert torch.cuda.memory_allocated() == before
+
+
 def test_the_rate_of_decoding_is_measured_and_kept(monkeypatch):
     rows = (torch.randn(3000, 256) / 8).bfloat16()
     codec = InvariantCodec.fit(rows)

@@ -214,6 +214,44 @@ def test_lookups_follow_a_given_rate():
     assert model.lookups_per_s(GIB) == pytest.approx(LinkModel().lookups_per_s(GIB) / 2)
 
 
+# Both directions at once
+
+
+@pytest.mark.parametrize(
+    ("alone_s", "ends_s", "share"),
+    [
+        ([1.0, 1.0], [1.0, 1.0], 1.0),  # neither slows the other
+        ([1.0, 1.0], [2.0, 2.0], 0.5),  # they take turns
+        ([1.0, 1.0], [1.25, 1.25], 0.8),
+        ([1.0, 2.0], [2.0, 3.0], 0.5),  # one second of the longer one had the link for itself
+        ([1.0, 1.0], [0.9, 0.9], 1.0),  # noise
+        ([1.0, 1.0], [100.0, 100.0], 0.05),
+    ],
+)
+def test_the_share_of_a_direction_while_both_are_busy(alone_s, ends_s, share):
+    assert link_module.share_of_ends(alone_s, ends_s) == pytest.approx(share)
+
+
+def test_the_share_is_measured_once_and_not_where_all_rates_are_given(monkeypatch):
+    calls = []
+
+    def measure(device):
+        calls.append(device)
+        return 0.8
+
+    monkeypatch.setattr(link_module, "_shares", {})
+    monkeypatch.setattr(link_module, "_measure_both_ways", measure)
+    monkeypatch.setattr(link_module, "checked_device", lambda device: device)
+    device = torch.device("cuda", 0)
+    assert link_module.share_both_ways(torch.device("cpu")) == 1.0
+    with monkeypatch.context() as patch:
+        patch.setenv("BITSLAB_LINK", json.dumps(RATES))
+        assert link_module.share_both_ways(device) == 1.0
+    assert not calls
+    assert [link_module.share_both_ways(device) for _ in range(2)] == [0.8, 0.8]
+    assert calls == [device]
+
+
 @pytest.mark.parametrize("text", ["{", "5", '["a"]'])
 def test_an_environment_variable_that_is_no_object(text, monkeypatch):
     monkeypatch.setenv("BITSLAB_LINK", text)

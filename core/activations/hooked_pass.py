@@ -1,0 +1,98 @@
+"""Forward passes whose saved tensors are moved: where one may begin, and which one is kept.
+
+A pass that begins within a backward pass is one that a checkpoint computes again, or one of a hook:
+its tensors are read at once, so that moving them would cost two crossings and save nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ..engine.versions import version_of
+from ..errors import ArgumentError
+from .compiled import hook_functions
+from .hooks import KeptTensor, SavedTensorHooks
+
+_HOOKS_OFF = (
+    "saved tensors are kept on the device where torch's hooks are turned off "
+    "(disable_saved_tensors_hooks, or a transform of torch.func)"
+)
+_AGAIN = (
+    "Passes that begin within a backward pass, as a checkpoint around the model computes them "
+    "again, are kept: nothing of them is moved, planned or counted as a step."
+)
+
+
+def hooked_pass(
+    hooks: SavedTensorHooks, parameters: Callable[[], set[int]], note: Callable[[str], None]
+) -> contextlib.AbstractContextManager[None]:
+    """Return the context of a forward pass, whose saved tensors are moved where that may be.
+
+    Parameters
+    ----------
+    hooks : SavedTensorHooks
+        What moves them.
+    parameters : callable
+        Returns the storages that are left alone; called where a pass begins that is moved.
+    note : callable
+        Called with what the report is to say.
+
+    Raises
+    ------
+    ArgumentError
+        When a CUDA graph is captured; nothing was begun.
+    """
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        note(_HOOKS_OFF)
+        return contextlib.nullcontext()
+    if torch._C._current_graph_task_id() != -1:
+        note(_AGAIN)
+        return _kept_pass(hooks)
+    refuse_capture()
+    return _moved_pass(hooks, parameters())
+
+
+def refuse_capture() -> None:
+    """Refuse a pass under CUDA-graph capture.
+
+    Raises
+    ------
+    ArgumentError
+        When the current stream is captured.
+    """
+    # torch without CUDA cannot be asked, and with it asking would be its first use of the GPU.
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        raise ArgumentError(
+            "a CUDA graph is being captured, and a forward pass whose saved tensors are moved uses "
+            "other streams, threads and memory of the host, of which replays would do nothing; "
+            "detach() before the capture, or leave the model and the context out of it"
+        )
+
+
+@contextlib.contextmanager
+def _moved_pass(hooks: SavedTensorHooks, parameters: set[int]) -> Iterator[None]:
+    functions = hook_functions(hooks.pack, hooks.unpack)
+    hooks.enter(parameters)
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(*functions):
+            yield
+    finally:
+        hooks.leave()
+
+
+@contextlib.contextmanager
+def _kept_pass(hooks: SavedTensorHooks) -> Iterator[None]:
+    """Run a pass that keeps its tensors.
+
+    By hooks nevertheless: a checkpoint that is not reentrant counts what its own hooks are given,
+    and those saw nothing of the pass that is computed again.
+    """
+    with torch.autograd.graph.saved_tensors_hooks(*hook_functions(_kept, hooks.unpack)):
+        yield
+
+
+def _kept(t: torch.Tensor) -> KeptTensor:
+    return t.detach(), version_of(t)
