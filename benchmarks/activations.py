@@ -2,6 +2,7 @@
 
 Part `cpu`: training on a CPU whose activations go to an SSD, beside plain training, checkpoints,
 save_on_cpu and torch.save in hooks: peak, CPU seconds, gradients; activations_cpu.py says more.
+Then steps of a planner that has nothing to do beside plain ones, in turns; activations_idle.py.
 
 Part `gpu`: steps and peaks of activations at the paper's shapes, beside peers;
 activations_gpu.py says more.
@@ -18,7 +19,8 @@ by the timeline; activations_plan.py says more. Then what it predicts of models 
 what is measured; activations_rok.py says more.
 
 Part `rok`: tokens a second over the peak of memory, by batch size, for keeping, recomputing,
-offloading and the planner.
+offloading and the planner, and the largest batch of the planner in the memory that keeping takes;
+--plot draws the curves.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ from activations_gpu import add_options as add_gpu_options
 from activations_gpu import gpu
 from activations_model import model
 from activations_plan import plan
-from activations_rok import add_options, predictions, rok
-from timing import add_output, print_tables, run_parts
+from activations_rok import add_options, predictions, rok, show
+from timing import add_output
 
 
 def plans(arguments: argparse.Namespace, report: Callable[[str], None]) -> dict[str, Rows]:
@@ -69,6 +71,9 @@ def make_parser() -> argparse.ArgumentParser:
     add("--cpu-tokens", type=int, default=256, help="cpu: of a sequence (default: %(default)s)")
     add("--cpu-ways", nargs="+", choices=WAYS, metavar="WAY", default=list(WAYS),
         help=f"cpu: beside plain (default: all of {', '.join(WAYS)})")  # fmt: skip
+    add("--idle-turns", type=int, default=40,
+        help="cpu: of plain steps and those of a planner that has nothing to do, 0 for none "
+        "(default: %(default)s)")  # fmt: skip
     add("--sites", nargs="+", type=int, help="plan: of drawn steps (default: 12 40 500)")
     add("--milp-seconds", type=float, default=10.0, help="plan: for a program (default: 10)")
     add_output(parser)
@@ -76,8 +81,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = make_parser().parse_args(argv)
-    print_tables(run_parts(PARTS, arguments), arguments.json, arguments.out)
+    show(make_parser(), PARTS, argv)
     return 0
 
 

@@ -13,10 +13,10 @@ computes.
 
 The peak of activations is what the device held at most in a step beyond weights and gradients.
 "planned 55%" has a limit at 55 % of what keeping takes, "planned 3%" the least memory found for 3 %
-of a step; with --at-peaks the planner is also given the peak of every peer. The fastest step
-counts; each step has fresh ids. Gradients are those of the first layer's parameters for the same
-ids and dropout, beside those of keeping; "keep" has those of keeping once more, which differ where
-attention adds in any order.
+of a step, "planned, nothing to do" one far above the peak; with --at-peaks the planner is also
+given the peak of every peer. The fastest step counts; each step has fresh ids. Gradients are those
+of the first layer's parameters for the same ids and dropout, beside those of keeping; "keep" has
+those of keeping once more, which differ where attention adds in any order.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from activations_idle import IDLE, LIMIT_BYTES
 from activations_rok import (
     VOCABULARY,
     Job,
@@ -49,8 +50,8 @@ SHAPES = ("8192x4", "12288x3", "16384x2")
 MODELS = ("gpt2", "bert", "t5", "llama")
 #: Ways of the table; those behind "planned" are peers.
 WAYS = (
-    "keep", "checkpoint", "save_on_cpu", "raw", "planned 55%", "planned 3%", "torchtune", "trl",
-    "deepspeed", "compile",
+    "keep", "checkpoint", "save_on_cpu", "raw", "planned 55%", "planned 3%", IDLE, "torchtune",
+    "trl", "deepspeed", "compile",
 )  # fmt: skip
 #: Steps before those that are timed: of the planner until its plans were compared.
 WARM_STEPS = {"planned": 20, "compile": 3}
@@ -151,6 +152,8 @@ def entered(job: Job, way: str, limit_bytes: int) -> Iterator[tuple[Contexts, An
         offload = attach(job, memory=limit_bytes)
     elif way == "planned 3%":
         offload = attach(job, slowdown=SLOWDOWN)
+    elif way == IDLE:
+        offload = attach(job, memory=LIMIT_BYTES)
     elif way == "raw":
         offload = attach(job, policy="raw")
     elif way == "compile":
@@ -226,11 +229,12 @@ def base_of(job: Job) -> int:
 
 
 def way_row(
-    job: ShapeJob, way: str, arguments: argparse.Namespace, limit_bytes: int
+    job: ShapeJob, way: str, arguments: argparse.Namespace, limit_bytes: int, report: Report
 ) -> tuple[dict[str, Any], int, list[torch.Tensor]]:
     """Return a row, the peak of activations in bytes, and the gradients to compare.
 
-    `limit_bytes` is what a planned way may take of such a peak.
+    `limit_bytes` is what a planned way may take of such a peak. Plans are reported as they are
+    compared with the steps that followed them.
     """
     if all(p.grad is None for p in job.model.parameters()):
         job.step()  # the first way would count gradients among its activations
@@ -239,8 +243,14 @@ def way_row(
         limit_bytes = limit_bytes * 3 // 4
     with entered(job, way, base + limit_bytes) as (context, offload):
         warm = next((n for name, n in WARM_STEPS.items() if way.startswith(name)), 2)
+        said_before: set[str] = set()
         for _ in range(warm):
             job.step(context())
+            if offload is not None and offload.plan is not None:
+                notes = {n for n in offload.report().notes if "were predicted" in n} - said_before
+                said_before |= notes
+                for note in notes:
+                    report(f"{way}: {what_of(offload.plan)}: {note}")
         before = {} if offload is None else offload.stats()
         seconds = min(job.step(context()) for _ in range(arguments.repetitions))
         after = {} if offload is None else offload.stats()
@@ -301,7 +311,7 @@ def shape_rows(name: str, arguments: argparse.Namespace, report: Report) -> Rows
             limit_bytes = int(LIMIT_SHARE * made["keep"][1])
         report(f"gpu: {name}, hidden {arguments.hidden} x {arguments.layers}: {way}")
         try:
-            made[way] = way_row(job, way, arguments, limit_bytes)
+            made[way] = way_row(job, way, arguments, limit_bytes, report)
         except ImportError as error:
             report(f"left out: {way} ({error})")
             continue

@@ -117,7 +117,10 @@ def saved_bytes(layer: Layer, x: torch.Tensor) -> int:
 def measure(
     hidden: int, sequence: int, batches: list[int], device: torch.device, repetitions: int
 ) -> LayerTimes:
-    """Time a layer: forward, backward, and an update by Adam, with fresh inputs each time."""
+    """Time a layer: forward, backward, and an update by Adam, with fresh inputs each time.
+
+    Batches take turns, so that what else the machine does affects all alike.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layer = Layer(hidden).to(device, dtype)
     optimizer = torch.optim.AdamW(layer.parameters(), lr=1e-4)
@@ -126,16 +129,17 @@ def measure(
         shape = batch, sequence, hidden
         return torch.randn(shape, device=device, dtype=dtype, requires_grad=True)
 
-    forward, backward = {}, {}
-    for batch in batches:
-        times: list[tuple[float, float]] = []
-        for _ in range(repetitions + 1):
+    times: dict[int, list[tuple[float, float]]] = {batch: [] for batch in batches}
+    for _ in range(repetitions + 1):
+        for batch in batches:
             x = drawn(batch)
             outputs: list[torch.Tensor] = []
             ahead = seconds_of(lambda x=x, to=outputs: to.append(layer(x)), device)  # type: ignore[misc]
             loss = outputs.pop().square().mean()
-            times.append((ahead, seconds_of(loss.backward, device)))
-        forward[batch], backward[batch] = map(statistics.median, zip(*times[1:], strict=True))
+            times[batch].append((ahead, seconds_of(loss.backward, device)))
+    forward, backward = {}, {}
+    for batch, each in times.items():
+        forward[batch], backward[batch] = map(statistics.median, zip(*each[1:], strict=True))
     update = statistics.median([seconds_of(optimizer.step, device) for _ in range(repetitions + 1)])
     kept = saved_bytes(layer, drawn(1))
     return LayerTimes(hidden, sequence, dtype.itemsize, forward, backward, update, kept)

@@ -2,6 +2,7 @@
 
 python benchmarks/activations_rok.py --only predictions rok       # Llama, GPT-2 and BERT shapes
 python benchmarks/activations_rok.py --only rok --models llama --hidden 4096 --layers 16
+python benchmarks/activations_rok.py --only rok --plot rok.svg
 
 Predictions: three models of transformers with random weights, and limits of memory between the
 least possible and that of keeping everything. Of each plan the step (forward and backward pass)
@@ -13,21 +14,27 @@ ROK (recompute, offload, keep; figure 5.12 of SSDTrain's chapter): tokens a seco
 batch size, for keeping all, checkpointing each layer, `save_on_cpu`, moving all raw, and the
 planner at the peak of each of these, of a CPU at three quarters of it. Each way has a model of its
 own and fresh ids in each step; the fastest step counts. On a CPU the peak is what torch has
-allocated since the step began.
+allocated since the step began. Rows "planned at keep's peak" have the memory that keeping takes for
+the largest of the batches, and batches that grow until a step takes more: the last that fits is the
+largest one, "of keep" its tokens a second over those of keeping with the batch that memory is for.
+--plot draws the curves.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import math
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
+from activations_pictures import ROK, draw
 from timing import add_output, print_tables, run_parts
 from torch import nn
 
@@ -37,9 +44,14 @@ from bitslab.engine.advisor.planning import Correction, MeasuredStep, Plan, Solv
 
 Rows = list[dict[str, Any]]
 Report = Callable[[str], None]
+#: Seconds of a step, its peak in bytes, and what was planned.
+Point = tuple[float, int, str]
 MODELS = ("llama", "gpt2", "bert")
 #: Of the way from the least possible to keeping everything, by model: ten plans.
 SHARES = {"llama": (0.1, 0.3, 0.5, 0.8), "gpt2": (0.2, 0.4, 0.7), "bert": (0.2, 0.4, 0.7)}
+#: Batches of the planner, over the largest that is kept: finer about what is asked for.
+GROWTH = (1.25, 1.5, 1.8, 2, 2.25, 2.5, 3, 4, 6, 8)
+AT_KEEPS_PEAK = "planned at keep's peak"
 VOCABULARY = 1000
 #: Tensors that are smaller are kept: of small models on a CPU, and on a GPU.
 MIN_BYTES = {"cpu": 16 << 10, "cuda": 256 << 10}
@@ -243,7 +255,7 @@ def checkpoint_layers(model: nn.Module) -> None:
     (new or model.gradient_checkpointing_enable)()  # type: ignore[operator]
 
 
-def way_point(job: Job, way: str, limit: int | None, repetitions: int) -> tuple[float, int, str]:
+def way_point(job: Job, way: str, limit: int | None, repetitions: int) -> Point:
     """Return the seconds of a step, its peak in bytes, and what was planned."""
     offload, said = None, ""
     context: Callable[[], AbstractContextManager[Any]] = nullcontext
@@ -272,38 +284,89 @@ def rok(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
     tables = {}
     for name in arguments.models:
         rows: Rows = []
+        kept: dict[int, Point] = {}
         for batch in arguments.batches:
-            points: dict[str, tuple[float, int, str]] = {}
+            points: dict[str, Point] = {}
             ways = ["keep", "checkpoint", "save_on_cpu", "raw"]
             while ways:
                 way = ways.pop(0)
                 peer = way.partition(" at ")[2]
-                limit = None if not peer else planned_limit(points, peer, arguments.device)
-                report(f"{name}, batch {batch}, {way}")
-                job = Job(name, batch, arguments)
-                try:
-                    points[way] = way_point(job, way, limit, arguments.repetitions)
-                except torch.OutOfMemoryError:
-                    points.pop(way, None)
-                job.close()
+                limit = None if not peer else planned_limit(points[peer][1], arguments.device)
+                point = point_of(name, batch, way, limit, arguments, report)
+                if point is not None:
+                    points[way] = point
                 if not ways and not peer:
                     ways = [f"planned at {other}" for other in points if other != "raw"]
-            tokens = batch * arguments.sequence
-            keep = points.get("keep")
-            for way, (seconds, peak, said) in points.items():
-                row = {"batch": batch, "way": way, "peak MB": round(peak / 1e6, 1)}
-                row["step ms"] = round(seconds * 1e3, 1)
-                row["tokens/s"] = round(tokens / seconds)
-                row["of keep"] = "" if keep is None else f"{keep[0] / seconds:.2f}"
-                rows.append(row | {"planned MB": said})
-        tables[f"rok: {name}, {shape_of(arguments, 'as shown')}"] = rows
+            if "keep" in points:
+                kept[batch] = points["keep"]
+            keep_s = kept[batch][0] / batch if batch in kept else None
+            rows += [rok_row(batch, *each, keep_s, arguments) for each in points.items()]
+        if kept:
+            largest = max(kept)
+            rows += larger_batches(name, largest, kept[largest], arguments, report)
+        tables[f"{ROK}{name}, {shape_of(arguments, 'as shown')}"] = rows
     return tables
 
 
-def planned_limit(points: dict[str, tuple[float, int, str]], peer: str, device: str) -> int:
-    """Return the limit for the planner: a peer's peak; of a CPU the share of it that is saved."""
-    peak = points[peer][1]
-    return peak if device == "cuda" else max(1, peak * 3 // 4)
+def point_of(
+    name: str,
+    batch: int,
+    way: str,
+    limit: int | None,
+    arguments: argparse.Namespace,
+    report: Report,
+) -> Point | None:
+    """Return what a model of its own takes, or None where the device is too small for it."""
+    report(f"{name}, batch {batch}, {way}")
+    job = Job(name, batch, arguments)
+    try:
+        return way_point(job, way, limit, arguments.repetitions)
+    except torch.OutOfMemoryError:
+        return None
+    finally:
+        job.close()
+
+
+def rok_row(
+    batch: int, way: str, point: Point, keep_s: float | None, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Return a row; `keep_s` are the seconds of keeping for one sequence."""
+    seconds, peak, said = point
+    return {
+        "batch": batch,
+        "way": way,
+        "peak MB": round(peak / 1e6, 1),
+        "step ms": round(seconds * 1e3, 1),
+        "tokens/s": round(batch * arguments.sequence / seconds),
+        "of keep": "" if keep_s is None else f"{keep_s * batch / seconds:.2f}",
+        "planned MB": said,
+    }
+
+
+def larger_batches(
+    name: str, kept_batch: int, kept: Point, arguments: argparse.Namespace, report: Report
+) -> Rows:
+    """Return rows of larger batches, planned in the memory that keeping takes for its largest.
+
+    The first that takes more ends them, and is reported but no row.
+    """
+    rows: Rows = []
+    keep_s, peak = kept[0] / kept_batch, kept[1]
+    limit = planned_limit(peak, arguments.device)
+    for batch in dict.fromkeys(math.ceil(kept_batch * by) for by in GROWTH):
+        point = point_of(name, batch, AT_KEEPS_PEAK, limit, arguments, report)
+        if point is None or point[1] > peak:
+            took = "more than there is" if point is None else f"{point[1] / 1e6:,.1f} MB"
+            report(f"{name}, batch {batch}: {took}, where keeping takes {peak / 1e6:,.1f} MB")
+            break
+        row = rok_row(batch, AT_KEEPS_PEAK, point, keep_s, arguments)
+        rows.append(row | {"times keep's batch": f"{batch / kept_batch:.2f}"})
+    return rows
+
+
+def planned_limit(peak_bytes: int, device: str) -> int:
+    """Return the limit for the planner: the peak; of a CPU the share of it that is saved."""
+    return peak_bytes if device == "cuda" else max(1, peak_bytes * 3 // 4)
 
 
 PARTS = {"predictions": predictions, "rok": rok}
@@ -325,6 +388,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--batches", type=int, nargs="+", default=[4, 8, 16, 32] if gpu else [4, 8],
         help="of the ROK curve (default: %(default)s)",
     )  # fmt: skip
+    add("--plot", type=Path, metavar="FILE", help="draw the ROK curves, such as rok.svg")
     add("--steps", type=int, default=24, help="of each plan (default: %(default)s)")
     add("--repetitions", type=int, default=5, help="timed steps (default: %(default)s)")
 
@@ -340,10 +404,24 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def show(
+    parser: argparse.ArgumentParser,
+    parts: Mapping[str, Callable[..., Any]],
+    argv: Sequence[str] | None,
+) -> None:
+    """Run the parts that arguments name, print their tables, and draw what is asked for."""
+    arguments = parser.parse_args(argv)
+    if arguments.plot and "rok" not in arguments.only:
+        parser.error("argument --plot: it draws the part rok, which --only leaves out")
+    tables = run_parts(parts, arguments)
+    print_tables(tables, arguments.json, arguments.out)
+    if arguments.plot:
+        draw(tables, arguments.plot)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = make_parser().parse_args(argv)
     warnings.simplefilter("ignore", UserWarning)
-    print_tables(run_parts(PARTS, arguments), arguments.json, arguments.out)
+    show(make_parser(), PARTS, argv)
     return 0
 
 

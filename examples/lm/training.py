@@ -16,7 +16,7 @@ from common.memory import MemoryPeak, resident_bytes  # next to this package
 from common.report import Report
 
 from .models import SIZES, batches, make_model
-from .ways import Way, give_memory_back, use
+from .ways import Way, disk_of, give_memory_back, use
 
 #: Steps whose times do not count.
 WARM_UP_STEPS = 1
@@ -48,6 +48,7 @@ class Run:
     #: Seconds of the last step, and the bytes in use then, beyond what was there before training.
     curve: list[tuple[float, int]]
     notes: list[str] = field(default_factory=list)
+    has_disk: bool = False
     equal: bool | None = None
 
     @property
@@ -68,6 +69,11 @@ class Run:
         """Return a count of `COUNTED` for a step."""
         return self.counted.get(name, 0) / len(self.losses)
 
+    @property
+    def on_host_bytes(self) -> float:
+        """Bytes of a step that went to the host, and no further."""
+        return self.a_step("crossed_out_bytes") - self.a_step("disk_written_bytes")
+
     def as_dict(self) -> dict[str, Any]:
         return {
             "way": self.way,
@@ -78,6 +84,7 @@ class Run:
             "tokens_per_second": self.tokens_per_second,
             "peak_bytes": self.peak_bytes,
             **{f"{name}_per_step": self.a_step(name) for name in COUNTED},
+            "host_bytes_per_step": self.on_host_bytes,
             "curve": self.curve,
             "notes": self.notes,
         }
@@ -174,6 +181,7 @@ class Trainer:
             {name: int(stats.get(name, 0)) for name in COUNTED},
             [(at, nbytes - before) for at, nbytes in curve.points],
             notes,
+            disk_of(self.way, options) is not None,
         )
 
     def step(self, way: Way, inputs: dict[str, torch.Tensor]) -> None:

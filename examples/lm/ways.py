@@ -20,7 +20,8 @@ WAYS = {
     "save_on_cpu": "torch.autograd.graph.save_on_cpu: all to the host, the step waits",
     "host": "bitslab.offload_activations(model): to the host, beside the computation",
     "disk": "bitslab.offload_activations(model, disk=...): on to an SSD, and back in time",
-    "planned": "bitslab.offload_activations(model, memory=...): a plan for each tensor",
+    "planned": "bitslab.offload_activations(model, memory=...): a plan for each, with --disk "
+    "of the SSD, too",
 }
 #: The way that is torch's own, whose losses say nothing of the others'.
 PEER = "save_on_cpu"
@@ -63,16 +64,24 @@ class Offloaded(Way):
         return list(self.offload.report().notes)
 
 
+def disk_of(way: str, options: argparse.Namespace) -> str | None:
+    """Return the folder that a way may write to; a plan only to one that was given."""
+    if way == "disk":
+        return options.disk or "."
+    return options.disk if way == "planned" else None
+
+
 @contextmanager
 def use(way: str, model: Any, options: argparse.Namespace) -> Iterator[Way]:
     """Train a model in a way of WAYS while the context is open."""
     if way in OFFLOADED:
         more: dict[str, Any] = {"policy": options.policy}
-        if way == "disk":
-            more |= {"disk": options.disk, "write_budget": options.write_budget}
-        elif way == "planned":
+        if way == "planned":
             no_limit = options.memory is None
             more = {"slowdown": SLOWDOWN} if no_limit else {"memory": options.memory}
+        folder = disk_of(way, options)
+        if folder is not None:
+            more |= {"disk": folder, "write_budget": options.write_budget}
         offload = bitslab.offload_activations(
             model,
             min_bytes=options.min_bytes,

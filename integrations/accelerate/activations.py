@@ -44,6 +44,11 @@ def offload_activations(
         For FSDP1, DeepSpeed, Megatron and other engines, which take over forward and backward
         passes; and as `bitslab.offload_activations`.
 
+    Notes
+    -----
+    accelerate shards on accelerators alone: of ranks on CPUs it makes DistributedDataParallel,
+    whatever plugin it is given, and such a model is taken as one.
+
     Examples
     --------
     ::

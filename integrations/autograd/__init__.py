@@ -1,7 +1,7 @@
 """Saved tensors: classes in the place of those that move them to the CPU, with their arguments.
 
 - `save_on_cpu`: for ``torch.autograd.graph.save_on_cpu``.
-- `OffloadActivations`: for the class of torchtune and of TRL.
+- `OffloadActivations`: for the class of torchtune, and of TRL where arguments are named.
 
 Both are `bitslab.ActivationOffload`: tensors cross beside the computation, packed where that is
 faster, and gradients are the same to the last bit. `bitslab.offload_activations` attaches one to a

