@@ -6,13 +6,17 @@ is the same at each call of a plan, so it is found out when the plan is made.
 
 from __future__ import annotations
 
+import functools
 import math
+import warnings
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ..engine.kernels.cuda.product_source import staged
 from ..engine.kernels.cuda.typed_gemm import TypedTiles
+from ..engine.kernels.typed_products import PRODUCT_DTYPES, PackedRows
 from .graph import BATCH_RELATIONS, RelationalGraph
 from .steps import Step
 
@@ -114,13 +118,49 @@ class KernelSteps:
             return None
         if index is None and (self.tf32 or len(bounds) - 1 < BATCH_RELATIONS):
             return None
-        if not typed.takes(torch.empty(0, dtype=self.dtype, device="meta"), x.shape[-1]):
+        rows = torch.empty(0, dtype=self.dtype, device="meta")
+        if not takes(self.kernels, self.graph.device, rows, x.shape[-1]):
             return None
         tiles = tiles_of(self.graph, space, bounds)
         if step.op == "weight_grad":
             return typed.prepare_gradient(tiles, x.shape, other.shape[-1], self.dtype, index)
         n, width = bounds[-1], step.shape[-1]
         return typed.prepare_product(tiles, n, x.shape, width, self.dtype, index)
+
+
+def takes(
+    kernels: CudaKernels, device: torch.device, rows: torch.Tensor | PackedRows, depth: int
+) -> bool:
+    """Return whether the kernels of typed products take rows of `depth` elements.
+
+    Where only the device's shared memory is too little, a warning says so, once for a device.
+
+    Parameters
+    ----------
+    kernels : CudaKernels
+        Those of the device.
+    device : torch.device
+        The GPU.
+    rows : torch.Tensor or PackedRows
+        Plain rows, of which only the dtype counts, or packed ones.
+    depth : int
+        Elements of a row.
+    """
+    if kernels.typed.takes(rows, depth):
+        return True
+    kernel = isinstance(rows, torch.Tensor) or staged(rows) is not None
+    if kernel and rows.dtype in PRODUCT_DTYPES:
+        _note_little_memory(device)
+    return False
+
+
+@functools.cache
+def _note_little_memory(device: torch.device) -> None:
+    warnings.warn(
+        f"relational products on {device} whose rows do not fit its shared memory run torch's "
+        "operators; `explain` has the shapes of products",
+        stacklevel=2,
+    )
 
 
 def tiles_of(graph: RelationalGraph, space: str, bounds: Sequence[int]) -> TypedTiles:

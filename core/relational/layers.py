@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from .program import PACKED, CompiledProgram, Packed, program
+from .packed_changes import Packed
+from .program import PACKED, CompiledProgram, program
 from .trace import (
     Graph,
     Value,

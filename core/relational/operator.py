@@ -14,7 +14,8 @@ import torch
 
 from ..errors import ArgumentTypeError
 from .graph import PlanMemoryError, RelationalGraph, forget_graph, graph_of
-from .program import PROGRAMS, CompiledProgram, Packed, autocast_dtype, cast_tensors
+from .packed_changes import Packed
+from .program import PROGRAMS, CompiledProgram, autocast_dtype, cast_tensors
 from .steps import Shape, broadcast
 from .trace import Value, in_order
 

@@ -15,6 +15,7 @@ import torch
 
 from ..engine.advisor import fused_times, measured_rows
 from ..engine.kernels.typed_products import PackedRows
+from .kernel_steps import takes
 
 if TYPE_CHECKING:
     from ..engine.kernels.cuda import CudaKernels
@@ -99,7 +100,7 @@ class PackedProducts:
         tells products of other times.
         """
         with x.read_by_products(self._device) as source:
-            if source is None or not self._kernels.typed.takes(source, depth):
+            if source is None or not takes(self._kernels, self._device, source, depth):
                 return False
             name = f"typed {what}, {_described(source)}"
             first = self._gathers_first.get((name, measured_rows(n)))

@@ -215,11 +215,16 @@ class Lowering:
     def _sum_to_dst(self, value: Value) -> Step:
         factors = list(_factors(value.args[0]))
         if self.passes.fuse:
-            for message in factors:
-                rest = [f for f in factors if f is not message]
+            for place, message in enumerate(factors):
+                rest = factors[:place] + factors[place + 1 :]
+                if rest and not any(f.deps for f in rest):
+                    continue  # what all edges share is no weight of an edge
                 found = self._by_sides(message, rest) or self._along_edges(message, rest)
                 if found is not None:
                     return found
+            found = self._along_edges(value.args[0], [])
+            if found is not None:
+                return found
         x = self.steps.gather(self.step(value.args[0]), "edge")
         return self.steps.hop_sum("dst<edge", False, x)
 

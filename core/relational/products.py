@@ -173,7 +173,9 @@ class Products:
     def linear_grad(self, step: Step, x: Any, g: torch.Tensor) -> torch.Tensor:
         """Return the gradient of the weight of `linear`, or of one that was transposed."""
         transposed = bool(step.attrs)
-        if isinstance(x, torch.Tensor) and (x.is_cuda or x.ndim > 2 or x.shape[0] <= BLOCK_ROWS):
+        if isinstance(x, torch.Tensor) and (x.is_cuda or x.ndim != 2 or x.shape[0] <= BLOCK_ROWS):
+            if x.ndim == 1:  # a row that all share
+                x, g = x[None], g[None]
             rows = (x, g) if x.ndim == 2 else (x.flatten(0, -2), g.flatten(0, -2))
             left, right = rows[::-1] if transposed else rows
             return torch.mm(left.t(), right)

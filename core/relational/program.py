@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,12 +15,13 @@ from ..tables import CompressedFeature, CompressedTable, SlabCache
 from .execute import Calls, Machine, Schedule
 from .gradient import differentiated, kept_of
 from .graph import RelationalGraph
+from .packed_changes import Packed, PackedWatch, naming_closed
 from .passes import InputInfo, Lowering, Passes, lowered
 from .steps import Step
+from .symbolic import ASSUMED, symbolic_inputs
 from .trace import Value, described, in_order, trace
 
 PACKED = (CompressedTable, CompressedFeature, SlabCache)
-Packed = CompressedTable | CompressedFeature | SlabCache
 _numbers = itertools.count()
 #: Compiled programs by their number.
 PROGRAMS: weakref.WeakValueDictionary[int, CompiledProgram] = weakref.WeakValueDictionary()
@@ -95,6 +96,10 @@ class Plan:
         For each tensor among the inputs which result of `run_backward` is its gradient.
     n_outputs : int
         How many of the results of `forward` are outputs.
+    packed : list of tuple of str and int
+        Name and place of each packed input.
+    read_again : list of tuple of str and int
+        The same of those that the backward program reads.
     """
 
     reordered: Sequence[Value]
@@ -107,6 +112,8 @@ class Plan:
     reads: list[int]
     gradients: list[int | None]
     n_outputs: int
+    packed: list[tuple[str, int]]
+    read_again: list[tuple[str, int]]
 
 
 class CompiledProgram:
@@ -163,7 +170,10 @@ class CompiledProgram:
         ArgumentTypeError
             For a dtype or a device that does not fit.
         ModifiedInPlaceError
-            When the graph's tensors were changed in place.
+            When the graph's tensors were changed in place; by a backward pass that reads packed
+            rows again, when these were changed after the forward pass.
+        BitslabError
+            When a packed input is closed, now or in the backward pass.
         """
         graph.check_unchanged()
         plan = self.plan(graph, inputs)
@@ -172,9 +182,9 @@ class CompiledProgram:
         if torch.is_autocast_enabled(device):
             values = cast_tensors(inputs, plan.dtype)
             with torch.autocast(device, enabled=False):
-                outputs = _run(plan, values)
+                outputs = _run_packed(plan, values) if plan.packed else _run(plan, values)
         else:
-            outputs = _run(plan, values)
+            outputs = _run_packed(plan, values) if plan.packed else _run(plan, values)
         return outputs[0] if self.program.single else tuple(outputs)
 
     def plan(self, graph: RelationalGraph, inputs: Sequence[torch.Tensor | Packed]) -> Plan:
@@ -185,7 +195,7 @@ class CompiledProgram:
         key = (
             self,
             autocast_dtype(device, inputs) if torch.is_autocast_enabled(device) else None,
-            device == "cuda" and torch.backends.cuda.matmul.allow_tf32,
+            device == "cuda" and tf32_allowed(),
             tuple([
                 (x.shape, x.dtype, x.device, graded and x.requires_grad)
                 if isinstance(x, torch.Tensor)
@@ -211,6 +221,36 @@ class CompiledProgram:
             for name, x in zip(names, inputs, strict=True)
         }
         wanted = [name for name, x in plain.items() if graded and x.requires_grad]
+        lowering, values, forward, backward = self._steps(graph, infos, wanted)
+        dtype = autocast or inputs[0].dtype
+        machine = Machine(graph, dtype, self.backend == "auto", tf32 and dtype is torch.float32)
+        kept = [] if backward is None else backward.given
+        return Plan(
+            reordered=values,
+            forward=forward,
+            backward=backward,
+            lowering=lowering,
+            run_forward=Calls(forward, machine),
+            run_backward=None if backward is None else Calls(backward, machine),
+            dtype=dtype,
+            reads=[names.index(leaf.attrs[0]) for leaf in forward.given],
+            gradients=[wanted.index(name) if name in wanted else None for name in plain],
+            n_outputs=len(lowering.outputs),
+            packed=[(name, place) for place, name in enumerate(names) if name not in plain],
+            read_again=[
+                (name, names.index(name))
+                for name in dict.fromkeys(s.attrs[0] for s in kept if s.op == "packed")
+            ],
+        )
+
+    def _steps(
+        self, graph: RelationalGraph, infos: Mapping[str, InputInfo], wanted: Sequence[str]
+    ) -> tuple[Lowering, Sequence[Value], Schedule, Schedule | None]:
+        """Return what made the steps, the reordered program, and both schedules.
+
+        What the backward one is given begins with what it reads of the forward one, whose last
+        results these are.
+        """
         lowering, values = lowered(graph, infos, self.passes, self.program.outputs)
         outputs, fuse = lowering.outputs, self.passes.fuse
         kept: list[Step] = []
@@ -220,21 +260,21 @@ class CompiledProgram:
             kept = kept_of(outputs, [g for g in gradients if g is not None])
             backward = Schedule(gradients, [*kept, *seeds], fuse)
         leaves = [s for s in in_order(outputs) if s.op in ("input", "packed")]
-        forward = Schedule([*outputs, *kept], leaves, fuse)
-        dtype = autocast or inputs[0].dtype
-        machine = Machine(graph, dtype, self.backend == "auto", tf32 and dtype is torch.float32)
-        return Plan(
-            reordered=values,
-            forward=forward,
-            backward=backward,
-            lowering=lowering,
-            run_forward=Calls(forward, machine),
-            run_backward=None if backward is None else Calls(backward, machine),
-            dtype=dtype,
-            reads=[names.index(leaf.attrs[0]) for leaf in leaves],
-            gradients=[wanted.index(name) if name in wanted else None for name in plain],
-            n_outputs=len(outputs),
-        )
+        return lowering, values, Schedule([*outputs, *kept], leaves, fuse), backward
+
+    def _symbolic(self, graph: RelationalGraph) -> tuple[dict[str, InputInfo], Any]:
+        """Return shapes that inputs may have, and the steps for these."""
+        given, reason = (self.program.names, self.program.outputs, graph), None
+        for numbers in ("er", ""):  # factors of edges and relations are numbers, or vectors
+            try:
+                infos = symbolic_inputs(*given, numbers)
+                return infos, self._steps(graph, infos, list(infos))
+            except ArgumentError as error:
+                reason = error
+        raise ArgumentError(
+            f"explain of a graph alone: shapes of inputs do not follow from {self.program.__name__}"
+            f" ({reason}); accepted are the inputs too"
+        ) from reason
 
     def _check(self, graph: RelationalGraph, inputs: Sequence[Any], mixed: bool) -> None:
         """Raise an error for inputs that do not fit; `mixed`: they are cast to one dtype later."""
@@ -270,19 +310,48 @@ class CompiledProgram:
         graph : RelationalGraph
             The graph.
         *inputs : torch.Tensor or packed rows
-            As for a call; only their shapes and dtypes are read.
+            As for a call; only their shapes and dtypes are read. With none of them shapes follow
+            from the program: sizes that only inputs have are symbols (F1, F2, ...), steps are
+            chosen as for 64 of each, all inputs take gradients, and bytes are those of torch's
+            default dtype.
+
+        Raises
+        ------
+        ArgumentError
+            As for a call; with no inputs also where shapes do not follow from the program.
         """
-        plan = self.plan(graph, inputs)
         lines = [f"program {self.program.__name__} on {graph!r}", "", str(self.program), ""]
-        if plan.reordered is not self.program.outputs:
-            lines += ["with linear operators reordered", "", described(plan.reordered), ""]
-        given = [*plan.forward.given, *(plan.backward.given if plan.backward else ())]
+        if inputs:
+            plan = self.plan(graph, inputs)
+            lowering, reordered, dtype = plan.lowering, plan.reordered, plan.dtype
+            forward, backward = plan.forward, plan.backward
+        else:
+            infos, (lowering, reordered, forward, backward) = self._symbolic(graph)
+            dtype = torch.get_default_dtype()
+            shapes = ", ".join(f"{name} {list(info.shape)}" for name, info in infos.items())
+            lines += [f"for {shapes}, of {dtype}, steps as for {ASSUMED} of each F", ""]
+        if reordered is not self.program.outputs:
+            lines += ["with linear operators reordered", "", described(reordered), ""]
+        given = [*forward.given, *(backward.given if backward else ())]
         leaves = [s for s in given if s.op in ("input", "packed")]
         names: dict[int, str] = {id(s): s.attrs[0].replace(" ", "") for s in leaves}
-        for title, schedule in (("forward", plan.forward), ("backward", plan.backward)):
+        for title, schedule in (("forward", forward), ("backward", backward)):
             if schedule is not None:
-                lines += [title, *_listing(schedule, plan, names), ""]
+                lines += [title, *_listing(schedule, lowering, dtype, names), ""]
         return "\n".join(lines)
+
+
+def tf32_allowed() -> bool:
+    """Return whether torch may multiply float32 as TF32 on a GPU: only where it is asked to.
+
+    By ``torch.backends.cuda.matmul.allow_tf32`` or ``fp32_precision``, or by
+    ``torch.set_float32_matmul_precision``.
+    """
+    matmul = torch.backends.cuda.matmul
+    try:
+        return bool(matmul.allow_tf32)
+    except RuntimeError:  # it was set by fp32_precision, and torch reads it by that alone then
+        return bool(matmul.fp32_precision == "tf32")
 
 
 def autocast_dtype(device: str, inputs: Sequence[Any]) -> torch.dtype | None:
@@ -304,7 +373,9 @@ def cast_tensors(inputs: Sequence[Any], dtype: torch.dtype) -> list[Any]:
     ]
 
 
-def _listing(schedule: Schedule, plan: Plan, names: dict[int, str]) -> list[str]:
+def _listing(
+    schedule: Schedule, lowering: Lowering, dtype: torch.dtype, names: dict[int, str]
+) -> list[str]:
     lines = []
     for step in schedule.order:
         arguments = [names[id(a)] for a in schedule.reads(step)]
@@ -312,13 +383,18 @@ def _listing(schedule: Schedule, plan: Plan, names: dict[int, str]) -> list[str]
         arguments += [str(a) for a in step.attrs]
         if schedule.gathers(step):
             arguments.append(f"rows by {step.args[0].attrs[0]}")
-        rows = plan.lowering.steps.rows(step.space)
-        n_bytes = rows * step.width * plan.dtype.itemsize
+        rows = lowering.steps.rows(step.space)
+        n_bytes = rows * dtype.itemsize * step.width
         lines.append(
             f"  {step.template:<9} {names[id(step)]} = {step.op}({', '.join(arguments)})"
             f"  # {step.space} {rows} x {list(step.shape)}, {n_bytes} B"
         )
     return lines
+
+
+def _run_packed(plan: Plan, values: Sequence[Any]) -> Sequence[torch.Tensor]:
+    with naming_closed([(name, values[place]) for name, place in plan.packed]):
+        return _run(plan, values)
 
 
 def _run(plan: Plan, values: Sequence[Any]) -> Sequence[torch.Tensor]:
@@ -332,11 +408,26 @@ def _run(plan: Plan, values: Sequence[Any]) -> Sequence[torch.Tensor]:
     return outputs
 
 
+def _run_watched(calls: Calls, given: Sequence[Any], watches: Sequence[PackedWatch]) -> list[Any]:
+    """Run calls that read packed rows again, if these are what they were."""
+    for watch in watches:
+        watch.check()
+    with naming_closed([(watch.name, watch.x) for watch in watches]):
+        found = calls.run(given)
+    for watch in watches:  # another thread may have changed rows meanwhile
+        watch.check()
+    return found
+
+
 class _Run(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, plan: Plan, values: Sequence[Any], *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
+        # Before the first read: rows that change while the forward pass runs are noticed too.
+        ctx.watches = ()
+        if plan.read_again:
+            ctx.watches = [PackedWatch(name, values[place]) for name, place in plan.read_again]
         results: list[Any] = plan.run_forward.run([values[place] for place in plan.reads])
         kept = results[plan.n_outputs :]
         ctx.save_for_backward(*[t for t in kept if isinstance(t, torch.Tensor)])
@@ -358,5 +449,10 @@ class _Run(torch.autograd.Function):
         assert plan.run_backward is not None
         saved = iter(ctx.saved_tensors)
         kept = [next(saved) if p is None else p for p in ctx.packed]
-        found = plan.run_backward.run([*kept, *gradients])
+        given = [*kept, *gradients]
+        watches: Sequence[PackedWatch] = ctx.watches
+        if watches:
+            found = _run_watched(plan.run_backward, given, watches)
+        else:
+            found = plan.run_backward.run(given)
         return (None, None, *[None if at is None else found[at] for at in plan.gradients])

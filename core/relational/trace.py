@@ -169,7 +169,7 @@ def typed_linear(x: Value, weight: Value, edge_type: object = Graph.edge_type) -
     """
     if edge_type is not Graph.edge_type:
         raise ProgramError(f"{_line()}: typed_linear by {edge_type!r}; accepted is g.edge_type")
-    value = _row(_value(x, "typed_linear"))
+    value = _of_rows(x, "typed_linear")
     return Value(
         "typed_linear", (value, _typed(_value(weight, "typed_linear"))), (), value.deps | {"r"}
     )
@@ -187,18 +187,19 @@ def transposed(weight: Value) -> Value:
 
 def sum_to_dst(x: Value) -> Value:
     """Return for each destination the sum over its edges, 0 for a node without edges."""
-    return Value("sum_to_dst", (_row(_value(x, "sum_to_dst")),), (), "d")
+    return Value("sum_to_dst", (_of_rows(x, "sum_to_dst"),), (), "d")
 
 
 def softmax_by_dst(x: Value) -> Value:
     """Return the softmax of an edgewise value over all edges of the same destination."""
-    value = _row(_value(x, "softmax_by_dst"))
+    value = _of_rows(x, "softmax_by_dst")
     return Value("softmax", (value,), (), value.deps | {"e", "d"})
 
 
 def dot(x: Value, y: Value) -> Value:
     """Return the dot products over the last dimension, which becomes 1."""
-    return Value("dot", (_row(_value(x, "dot")), _row(_value(y, "dot"))))
+    left, right = (_row(_value(each, "dot")) for each in (x, y))
+    return Value("dot", (left if right.deps else _of_rows(left, "dot"), right))
 
 
 def leaky_relu(x: Value, slope: Number = 0.01) -> Value:
@@ -213,12 +214,12 @@ def exp(x: Value) -> Value:
 
 def split(x: Value, heads: int) -> Value:
     """Return rows ``[H * D]`` as ``[H, D]``."""
-    return Value("split", (_row(_value(x, "split")),), (int(heads),))
+    return Value("split", (_of_rows(x, "split"),), (int(heads),))
 
 
 def flatten(x: Value) -> Value:
     """Return rows ``[H, D]`` as ``[H * D]``."""
-    return Value("flatten", (_row(_value(x, "flatten")),))
+    return Value("flatten", (_of_rows(x, "flatten"),))
 
 
 def trace(function: Callable[..., Any]) -> tuple[list[str], tuple[Value, ...], bool]:
@@ -312,6 +313,17 @@ def _placed(x: Value, letter: str, what: str) -> Value:
 def _row(x: Value) -> Value:
     """Return a value with rows: a bare input is edgewise."""
     return _placed(x, "e", "edge") if x.op == "input" else x
+
+
+def _of_rows(x: Any, what: str) -> Value:
+    """Return a value with rows of its own, not one that all rows share."""
+    value = _row(_value(x, what))
+    if not value.deps:
+        raise ProgramError(
+            f"{_line()}: {what} of a value that all rows share; accepted are values of nodes, "
+            "edges and relations"
+        )
+    return value
 
 
 def _shared(x: Value) -> Value:

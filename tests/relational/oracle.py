@@ -21,9 +21,9 @@ def evaluate(program: Program, graph: RelationalGraph, inputs: dict[str, torch.T
     nodewise: dict[int, torch.Tensor] = {}
 
     def aligned(args, values):
-        rank = max(v.ndim - (a.op != "shared") for a, v in zip(args, values, strict=True))
+        rank = max(v.ndim - bool(a.deps) for a, v in zip(args, values, strict=True))
         return [
-            v if a.op == "shared" else v.reshape(len(v), *(1,) * (rank + 1 - v.ndim), *v.shape[1:])
+            v if not a.deps else v.reshape(len(v), *(1,) * (rank + 1 - v.ndim), *v.shape[1:])
             for a, v in zip(args, values, strict=True)
         ]
 
@@ -63,8 +63,10 @@ def evaluate(program: Program, graph: RelationalGraph, inputs: dict[str, torch.T
                 return torch.einsum("...k,...kn->...n", *args)
             case "linear":
                 return args[0] @ args[1]
+            case "t":
+                return args[0].transpose(-1, -2)
             case "dot":
-                return (args[0] * args[1]).sum(-1, keepdim=True)
+                return torch.mul(*aligned(v.args, args)).sum(-1, keepdim=True)
             case "split":
                 return args[0].reshape(len(args[0]), v.attrs[0], args[0].shape[1] // v.attrs[0])
             case "flatten":

@@ -88,6 +88,18 @@ def looped(g, x):
     return rel.sum_to_dst(sum(g.src(x)))
 
 
+def sum_of_shared(g, x):
+    return rel.sum_to_dst(rel.exp(rel.shared(x)))
+
+
+def product_of_shared(g, x, w):
+    return rel.sum_to_dst(rel.typed_linear(rel.shared(x), w))
+
+
+def dot_of_shared(g, x):
+    return rel.dot(rel.shared(x), rel.shared(x))
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -101,6 +113,9 @@ def looped(g, x):
         (nothing, "returned NoneType"),
         (tensor_inside, "not list"),
         (looped, "iterated"),
+        (sum_of_shared, "sum_to_dst of a value that all rows share"),
+        (product_of_shared, "typed_linear of a value that all rows share"),
+        (dot_of_shared, "dot of a value that all rows share"),
     ],
 )
 def test_program_that_cannot_be_compiled(function, message):

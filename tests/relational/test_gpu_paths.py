@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 
 import bitslab
+import bitslab.relational as rel
 from bitslab.engine.advisor import FusedTimes
 from bitslab.engine.kernels.typed_products import PackedRows
 from bitslab.errors import IndexRangeError
@@ -16,12 +20,19 @@ from bitslab.relational import (
     RelationalGraph,
     execute,
     graph,
+    kernel_steps,
     packed_products,
 )
+from bitslab.relational.program import tf32_allowed
 from tests.relational.oracle import evaluate, random_graph
 from tests.relational.programs import PROGRAMS, inputs_of, rgat, rgcn
 from tests.relational.test_program import values_and_gradients
 from tests.simt.runner import simt_kernels
+
+
+@rel.program
+def of_edges(g, e, weight):
+    return rel.typed_linear(e, weight)
 
 
 @pytest.fixture
@@ -234,6 +245,100 @@ def test_kernels_that_fail_leave_the_work_to_torch(monkeypatch):
     with pytest.warns(UserWarning, match="run torch's operators.*NVRTC is not there"):
         assert execute.gpu_kernels(torch.device("cuda", 0)) is None
     execute.gpu_kernels.cache_clear()
+
+
+@pytest.fixture
+def little_memory(kernels):
+    """Take a device whose multiprocessors have too little shared memory for any product."""
+    kernels.shared_bytes_per_multiprocessor = 5 << 10
+    kernel_steps._note_little_memory.cache_clear()
+    yield kernels
+    kernel_steps._note_little_memory.cache_clear()
+
+
+NOTE = "do not fit its shared memory run torch's operators"
+
+
+def test_a_device_with_little_shared_memory_runs_torchs_products_and_says_so_once(little_memory):
+    made = random_graph(0, 12, 12, 60, 4)
+    inputs = {k: x.requires_grad_() for k, x in inputs_of("rgcn", made, torch.float32).items()}
+    expected = values_and_gradients(evaluate(rgcn, made, inputs), inputs)
+    with pytest.warns(UserWarning, match=NOTE) as caught:
+        found = values_and_gradients((rgcn.compile()(made, *inputs.values()),), inputs)
+    assert len(caught) == 1
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    used = {kernel for _, kernel in little_memory.launched}
+    assert "sum_segments" in used and not used & {"multiply_rows", "multiply_gradient"}
+    rgcn.compile(Passes(sides=False))(made, *inputs.values())  # another plan, no other warning
+
+
+@pytest.mark.parametrize("kind", ["table", "cache"])
+def test_packed_rows_without_shared_memory_are_decoded_in_blocks(kind, little_memory, monkeypatch):
+    layer = PackedLayer(kind, monkeypatch)
+    with pytest.warns(UserWarning, match=NOTE):
+        layer.check()
+    assert layer.gathers and not any(
+        v.name.startswith("typed_gemm") for v, _ in little_memory.launched
+    )
+
+
+def test_float64_which_no_kernel_multiplies_is_not_noted(little_memory):
+    made = random_graph(0, 12, 12, 60, 4)
+    assert rgcn.compile()(made, *inputs_of("rgcn", made).values()).dtype is torch.float64
+
+
+@pytest.fixture
+def tf32():
+    """Restore what torch is asked to do."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+ASKED = {
+    "not asked": lambda: None,
+    "highest": lambda: torch.set_float32_matmul_precision("highest"),
+    "high": lambda: torch.set_float32_matmul_precision("high"),
+    "allow_tf32": lambda: setattr(torch.backends.cuda.matmul, "allow_tf32", True),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_tf32_is_used_where_torch_is_asked_to(asked, tf32, kernels, monkeypatch):
+    """Without being asked float32 is the kernel's, which has no TF32; else it may be torch's."""
+    ASKED[asked]()
+    allowed = asked in ("high", "allow_tf32")
+    assert torch.backends.cuda.matmul.allow_tf32 == allowed
+    assert tf32_allowed() == allowed
+    plain = rel.CompiledProgram._make
+
+    def as_on_a_gpu(program, rows, inputs, graded, autocast, tf32):
+        assert not tf32  # a graph on a CPU
+        return plain(program, rows, inputs, graded, autocast, tf32_allowed())
+
+    monkeypatch.setattr(rel.CompiledProgram, "_make", as_on_a_gpu)
+    made = random_graph(0, 30, 30, 300, 9)  # so many relations are one kernel's
+    for dtype in (torch.float32, torch.bfloat16):
+        kernels.launched.clear()
+        inputs = [t.to(dtype) for t in (torch.randn(300, 4), torch.randn(9, 4, 6))]
+        of_edges.compile(Passes(fuse=False))(made, *inputs)
+        by_kernel = "multiply_rows" in {kernel for _, kernel in kernels.launched}
+        assert by_kernel == (not allowed or dtype is torch.bfloat16)
+        assert not [v.name for v, _ in kernels.launched if "tf32" in v.name.lower()]
+
+
+def test_tf32_that_is_asked_for_by_torchs_newer_option():
+    """Torch does not read `allow_tf32` then; a process of its own, as it is not restored."""
+    code = (
+        "import torch; from bitslab.relational.program import tf32_allowed as allowed;"
+        "m = torch.backends.cuda.matmul; assert not allowed();"
+        "m.fp32_precision = 'tf32'; assert allowed();"
+        "m.fp32_precision = 'ieee'; assert not allowed()"
+    )
+    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
+        pytest.skip("this version of torch has the older options alone")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
 def test_packed_rows_under_autocast():

@@ -43,26 +43,6 @@ def test_packed_rows_are_decoded_block_by_block(program, kind, monkeypatch):
         torch.testing.assert_close(raw, decoded, rtol=1e-5, atol=1e-4)
 
 
-def test_closed_table():
-    graph = random_graph(0, 12, 12, 60, 4)
-    inputs = inputs_of("rgcn", graph, torch.float32)
-    table = bitslab.CompressedTable.from_tensor(inputs["x"])
-    table.close()
-    with pytest.raises(bitslab.BitslabError, match="closed"):
-        rgcn.compile()(graph, *(inputs | {"x": table}).values())
-
-
-def test_table_closed_before_the_backward_pass():
-    graph = random_graph(0, 12, 12, 60, 4)
-    inputs = inputs_of("rgcn", graph, torch.float32)
-    leaf = inputs["weight"].requires_grad_()
-    with bitslab.CompressedTable.from_tensor(inputs["x"], progress=False) as table:
-        out = rgcn.compile()(graph, *(inputs | {"x": table}).values())
-    with pytest.raises(bitslab.BitslabError, match="closed"):
-        out.sum().backward()
-    assert leaf.grad is None
-
-
 @rel.program
 def of_all_kinds(g, x, y, weight, root, bias):
     near = rel.shared(bias) + g.dst(y) @ root

@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 
 import bitslab.relational as rel
 from bitslab.engine.kernels.cpu import segment_sums
+from bitslab.errors import ArgumentError
 from bitslab.relational import Passes
 from bitslab.relational.graph import NO_NODE
+from bitslab.relational.symbolic import symbolic_inputs
+from tests.relational.drawn_programs import programs
 from tests.relational.oracle import evaluate, random_graph
 from tests.relational.programs import PROGRAMS, SAME_NODES, hgt, inputs_of, one_head, rgat, rgcn
 
@@ -348,6 +351,57 @@ def test_explain_has_both_levels():
         assert part in text
     rows = graph.rows("pair_src").n
     assert f"pair_src {rows} x [6], {rows * 6 * 8} B" in text
+
+
+def test_explain_of_a_graph_alone_has_symbols_for_sizes_of_inputs():
+    graph = random_graph(12, 100, 100, 3000, 2)
+    text = rgcn.compile().explain(graph)
+    for part in ("x [100, F1], weight [2, F1, F2], root [F1, F2], norm [3000]", "backward", "GEMM"):
+        assert part in text
+    rows = graph.rows("pair_src").n
+    assert f"pair_src {rows} x [F2], {4 * rows} F2 B" in text
+    assert f"relation 2 x [F1, F2], {4 * 2} F1 F2 B" in text
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_explain_of_a_graph_alone_has_the_steps_of_inputs_of_such_shapes(name):
+    graph, compiled = random_graph(12, 50, 50, 400, 3), PROGRAMS[name].compile()
+    infos = symbolic_inputs(PROGRAMS[name].names, PROGRAMS[name].outputs, graph)
+    inputs = [torch.ones(*map(int, i.shape)).requires_grad_() for i in infos.values()]
+    explained = {True: compiled.explain(graph), False: compiled.explain(graph, *inputs)}
+    steps = [[line.split(" #")[0] for line in t.splitlines() if " #" in line] for t in
+             explained.values()]  # fmt: skip
+    assert steps[0] == steps[1] and len(steps[0]) > 3
+    # The same inputs have heads where the program splits rows.
+    assert {"blocks": "x [50, 2 F1], weight [3, 2, F1, F2]", "hgt": "keys [3, 2, F1, F2]"}.get(
+        name, ""
+    ) in explained[True]
+
+
+@given(programs(), st.integers(0, 99))
+def test_explain_of_drawn_programs_and_a_graph_alone(drawn, seed):
+    compiled, graph = drawn.program().compile(), random_graph(seed, 6, 6, 20, 3)
+    assert "forward" in compiled.explain(graph, *drawn.tensors(graph, seed).values())
+    try:
+        assert "forward" in compiled.explain(graph)
+    except ArgumentError as error:  # a weight for rows of two ranks, of which one was guessed
+        assert "shapes of inputs do not follow from drawn" in str(error)
+
+
+def test_explain_of_a_graph_alone_takes_vectors_where_numbers_do_not_fit():
+    @rel.program
+    def later(g, e, weight):
+        return rel.typed_linear(rel.sum_to_dst(e), weight)
+
+    @rel.program
+    def heads(g, x, weight):
+        vectors = rel.typed_linear(g.src(x), weight)
+        return vectors, rel.typed_linear(rel.split(vectors, 2), weight)
+
+    graph = random_graph(0, 6, 6, 20, 3)
+    assert "e [20, F1], weight [3, F1, F2]" in later.compile().explain(graph)
+    with pytest.raises(ArgumentError, match="shapes of inputs do not follow from heads"):
+        heads.compile().explain(graph)
 
 
 def test_inputs_that_are_outputs_inside_torch_compile(fresh_compiler):

@@ -290,3 +290,68 @@ def test_derived_classes_with_a_message_of_their_own_run_dgls_code():
             found.append(call(layer))
         close(found[1], found[0])
         assert relational_calls(layer)[""] == {"Doubled defines message": 1}
+
+
+class OfSources(nn.Module):
+    """Gives a layer of one kind of nodes the features of the sources, of HeteroGraphConv's pair."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, graph, pair, *args):
+        return self.layer(graph, pair[0], *args)
+
+
+@pytest.mark.parametrize("of_block", [False, True], ids=["graph", "block"])
+@pytest.mark.parametrize("name", ["RelGraphConv", "HGTConv"])
+def test_hetero_graph_conv_around_compiled_layers_and_compiled_inside(name, of_block):
+    sizes = {"user": 30, "item": 30}  # the sources' features stand for the destinations' too
+    kinds = [("user", "buys", "item"), ("item", "of", "user"), ("user", "knows", "user")]
+    draw = torch.Generator().manual_seed(0)
+    edges = {k: tuple(torch.randint(30, (2, 80), generator=draw)) for k in kinds}
+    graph = dgl.heterograph(edges, sizes)
+    if of_block:
+        graph = dgl.to_block(graph, {t: torch.arange(n) for t, n in sizes.items()})
+    x = {t: torch.randn(graph.num_src_nodes(t), 8, generator=draw) for t in sizes}
+    types = {k: torch.randint(TYPES, (80,), generator=draw) for k in kinds}
+    more: dict[str, Any] = {k[1]: (types[k],) for k in kinds}
+    args: Any = (8, 8, TYPES)
+    if name == "HGTConv":
+        args = (8, 4, 2, NODE_TYPES, TYPES)
+        nodes = torch.randint(NODE_TYPES, (30,), generator=draw)
+        more = {k: (nodes, *each) for k, each in more.items()}
+    models = []
+    for module in (dnn, ours_of):
+        torch.manual_seed(3)
+        layers = {k[1]: OfSources(getattr(module, name)(*args).eval()) for k in kinds}
+        models.append(dnn.HeteroGraphConv(layers, aggregate="sum"))
+
+    def run(model):
+        leaves = {t: rows.clone().requires_grad_() for t, rows in x.items()}
+        out = model(graph, leaves, mod_args=more)
+        model.zero_grad()
+        total = torch.stack([rows.square().sum() for rows in out.values()]).sum()
+        total.backward()
+        grads = [p.grad for p in model.parameters()]
+        return [*out.values(), *(t.grad for t in leaves.values()), *grads]
+
+    def same(found, expected):
+        for a, b in zip(found, expected, strict=True):
+            assert (a is None) == (b is None)
+            if b is not None:
+                close(a, b)
+
+    plain, ours = models
+    expected = run(plain)
+    same(run(ours), expected)
+    compiled = compile_relational(plain).compiled
+    assert list(compiled.values()).count(name) == len(kinds)
+    same(run(plain), expected)
+    for model in models:
+        calls = relational_calls(model)
+        assert {k: v for k, v in calls.items() if k.endswith(".layer")} == {
+            f"mods.{kind[1]}.layer": {"": 1} for kind in kinds
+        }
+    restore_relational(plain)
+    same(run(plain), expected)
