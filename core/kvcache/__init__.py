@@ -17,6 +17,7 @@ from .options import check_options
 from .packed_tokens import Commit
 from .packing import CodecPlans, Plans
 from .placement import Balance, Offload, Placement, check_offload, crossing_seconds, free_bytes
+from .raw_tokens import RawTokens, put_back
 from .reader import HistoryReader, check_sm_budget
 from .scores import (
     HeavyScores,
@@ -46,6 +47,7 @@ __all__ = [
     "PartialKeys",
     "Placement",
     "Plans",
+    "RawTokens",
     "Selection",
     "Take",
     "TileOptions",
@@ -63,6 +65,7 @@ __all__ = [
     "free_bytes",
     "load_kernels",
     "probability_sums",
+    "put_back",
     "repeat_count",
     "sequence_index",
     "skew_of",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -10,6 +11,7 @@ from ..engine.codecs import RowCodec
 from ..engine.codecs.quantized import (
     AttentionFit,
     Measured,
+    NothingSeenError,
     TileCodec,
     fit_error,
     fit_tiles,
@@ -157,7 +159,11 @@ class TilePlans:
         What was measured when the codecs were learnt.
     why_lossless : str
         Why tokens are kept lossless; "" where they are quantised.
+    why_unmeasured : str
+        Why nothing was learnt from the queries that were given.
     """
+
+    why_unmeasured = ""  # of plans that were pickled without it
 
     def __init__(self, options: TileOptions, lossless: Plans, name: str) -> None:
         self.options = options
@@ -169,14 +175,14 @@ class TilePlans:
     def reset(self) -> None:
         """Forget what was learnt."""
         self.measured: Measured | None = None
-        self.why_lossless = ""
+        self.why_lossless = self.why_unmeasured = ""
         self._learnt: dict[str, KeptCodec] = {}
         self._weights: torch.Tensor | None = None
 
     @property
     def learns(self) -> bool:
         """Whether `learn` has not been called yet."""
-        return not self._learnt and not self.why_lossless
+        return not self._learnt and not self.why_lossless and not self.why_unmeasured
 
     def learn(
         self,
@@ -187,8 +193,12 @@ class TilePlans:
         scaling: float | None = None,
         softcap: float | None = None,
         first_valid: torch.Tensor | None = None,
+        sink_logits: torch.Tensor | None = None,
     ) -> None:
         """Fit the codecs of K and V.
+
+        Where padding hides all tokens that are to be coded from all queries nothing is learnt, and
+        steps are those of a layer without queries.
 
         Parameters
         ----------
@@ -200,30 +210,39 @@ class TilePlans:
             As attention has them.
         first_valid : torch.Tensor, optional
             ``[B]``: the first token of each sequence that is no padding.
+        sink_logits : torch.Tensor, optional
+            ``[query heads]``: as attention has them.
         """
         o = self.options
         of_keys, of_values = GRANULARITIES[o.granularity]
-        found: AttentionFit | None = fit_error(
-            keys,
-            values,
-            queries,
-            error=o.error or 1.0,  # both scales are given then
-            key_scale=o.key_scale,
-            value_scale=o.value_scale,
-            tile_tokens=o.tile_tokens,
-            key_granularity=of_keys,
-            value_granularity=of_values,
-            sinks=o.sinks,
-            window=o.window,
-            scaling=scaling,
-            softcap=softcap,
-            first_valid=first_valid,
-            rows_per_head=o.tiles_per_block,
-            coder=o.coder,
-        )
+        try:
+            found: AttentionFit | None = fit_error(
+                keys,
+                values,
+                queries,
+                error=o.error or 1.0,  # both scales are given then
+                key_scale=o.key_scale,
+                value_scale=o.value_scale,
+                tile_tokens=o.tile_tokens,
+                key_granularity=of_keys,
+                value_granularity=of_values,
+                sinks=o.sinks,
+                window=o.window,
+                scaling=scaling,
+                softcap=softcap,
+                first_valid=first_valid,
+                sink_logits=sink_logits,
+                rows_per_head=o.tiles_per_block,
+                coder=o.coder,
+            )
+        except NothingSeenError:
+            self.why_unmeasured = "no query of the prompt sees a token that is packed, for padding"
+            return
         if found is None:
-            given = keys, values, queries
-            if all(bool(torch.isfinite(t).all()) for t in given):
+            sound = [torch.isfinite(t).all() for t in (keys, values, queries)]
+            if sink_logits is not None:  # -inf is one that takes no share
+                sound.append((sink_logits < math.inf).all())
+            if all(map(bool, sound)):
                 self.why_lossless = f"no steps kept the error of attention under {o.error:g}"
             else:
                 self.why_lossless = "a NaN or an infinity in what the steps were to be learnt from"

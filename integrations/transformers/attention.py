@@ -14,13 +14,21 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from bitslab.errors import BitslabError
+from bitslab.integrations.transformers.forward_pass import undo_pass_of
 from bitslab.integrations.transformers.handles import KVHandle, update_of
-from bitslab.integrations.transformers.interfaces import Attended, function_of, register
+from bitslab.integrations.transformers.interfaces import INDEXES, Attended, function_of, register
 from bitslab.integrations.transformers.kvcomp_layer import LayerUpdate, Padding
 from bitslab.tracing import not_traced
 
 #: What ``set_attn_implementation`` takes.
 NAME = "bitslab"
+#: Arguments that are not taken, with an implementation that serves the models which give them.
+#: Not the others: any argument of a forward pass ends up here, also those that say nothing of what
+#: is attended to or repeat the mask (position_ids, cu_seq_lens_q, deterministic).
+REFUSED = {
+    **dict.fromkeys(INDEXES, "sdpa"),
+    "sinks": "eager",  # logits that the model's own function alone knows
+}
 _PADDING = "bitslab_padding"
 #: Masks with a padding, by their id. A layer of another GPU gets a copy, which does not have it.
 _padded: WeakValueDictionary[int, torch.Tensor] = WeakValueDictionary()
@@ -53,24 +61,49 @@ def attention(
         bool ``[B, 1, q, T]``.
     options
         As transformers passes them: scaling, softcap, s_aux, dropout, ...
+
+    Raises
+    ------
+    BitslabError
+        For options of `REFUSED`. After this, as after any error while K and V of a `KVCompCache` or
+        `CompressedCache` are attended to, all its packed layers are as before the forward pass.
     """
-    update = update_of(key, value)
-    if not isinstance(update, LayerUpdate):
-        key, value = (t.dense() if isinstance(t, KVHandle) else t for t in (key, value))
-        return plain_attention(module, query, key, value, attention_mask, **options)
-    padding: Padding | None = getattr(attention_mask, _PADDING, None)
-    if padding is None and attention_mask is not None:
-        padding = _padding_of(attention_mask)
-    causal = padding is not None or (attention_mask is None and query.shape[2] == 1)
-    if causal:
-        out = update.attend_packed(query, padding, options)
-        if out is not None:
-            update.see(query, padding, options)
-            return out, None
-    key, value = update.dense()
-    found = plain_attention(module, query, key, value, attention_mask, **options)
-    update.see(query, padding, options)
-    return found
+    update, given = update_of(key, value), key
+    try:
+        for name in REFUSED:
+            if options.get(name) is not None:
+                raise BitslabError(_refusal(module, name))
+        if not isinstance(update, LayerUpdate):
+            key, value = (t.dense() if isinstance(t, KVHandle) else t for t in (key, value))
+            return plain_attention(module, query, key, value, attention_mask, **options)
+        padding: Padding | None = getattr(attention_mask, _PADDING, None)
+        if padding is None and attention_mask is not None:
+            padding = _padding_of(attention_mask)
+        causal = padding is not None or (attention_mask is None and query.shape[2] == 1)
+        if causal:
+            out = update.attend_packed(query, padding, options)
+            if out is not None:
+                update.see(query, padding, options)
+                return out, None
+        key, value = update.dense()
+        found = plain_attention(module, query, key, value, attention_mask, **options)
+        another = padding is None and attention_mask is not None
+        update.see(query, padding, options, other_mask=another)
+        return found
+    except BaseException:
+        if isinstance(update, LayerUpdate):
+            update.failed()
+        else:
+            undo_pass_of(given)
+        raise
+
+
+def _refusal(module: torch.nn.Module, name: str) -> str:
+    return (
+        f"{name}: {type(module).__name__} chooses by this argument what is attended to, which the "
+        f'attention function "{NAME}" does not take; call '
+        f'model.set_attn_implementation("{REFUSED[name]}")'
+    )
 
 
 def plain_attention(

@@ -98,8 +98,9 @@ class CompressedCache(PackedCache):
     `torch.compile` runs what packs and unpacks outside of its graphs. `torch.export` is refused:
     what is packed depends on values.
 
-    After an error of the cache (another model's shapes, no memory) all full-attention layers hold
-    the tokens that they held before the forward pass, and the cache remains usable. An interrupt
+    After an error of the cache (another model's shapes, no memory), or of the attention function
+    "bitslab" as it reads K and V, all full-attention layers hold the tokens that they held before
+    the forward pass, bit for bit, and the cache remains usable. An interrupt
     (Ctrl-C) leaves K and V of each layer alike; layers before it may hold the new tokens, as where
     it comes amid the model: `reset` the cache then. Gradients do not flow into past tokens. One
     thread at a time.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -18,14 +18,34 @@ from bitslab.kvcache import (
     Gathered,
     HistoryReader,
     PackedHistory,
+    RawTokens,
     Selection,
     Take,
     TokenJoin,
     TokenScores,
     beam_index,
+    put_back,
     repeat_count,
     sequence_index,
 )
+
+
+class Kept(NamedTuple):
+    """What a layer was like before a forward pass.
+
+    Attributes
+    ----------
+    length : int
+        Tokens of a sequence.
+    raw : sequence of RawTokens
+        K and V that were not packed; empty where codecs lose nothing.
+    more : tuple
+        What a subclass keeps.
+    """
+
+    length: int
+    raw: Sequence[RawTokens] = ()
+    more: tuple[Any, ...] = ()
 
 
 class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
@@ -46,7 +66,14 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         All K and V, ``[B, H, T, D]``, decoded at each access; None before the first.
     read_tokens, there_tokens : int
         Packed tokens of a sequence and head that `update` has read, and could have read, in all.
+    kept : Kept or None
+        What the first update since it was None found; the cache forgets it with each forward pass.
+    changes : int
+        How often tokens were removed or sequences replaced.
     """
+
+    kept: Kept | None = None
+    changes = 0
 
     is_sliding = False
     is_croppable = True
@@ -137,6 +164,10 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         of_keys, of_values = self.histories
         of_keys.check(key_states)
         of_values.check(value_states)
+        kept = self.kept
+        if kept is None:
+            first, last = of_keys.unpacked.head, of_keys.unpacked.tail
+            kept = self.kept = Kept(first.shape[2] + of_keys.packed.length + last.length)
         chosen = None if self.scores is None else self._choose(key_states.shape[2])
         joined = None if chosen is not None else self._join.join(key_states, value_states)
         memory: tuple[torch.Tensor | None, torch.Tensor | None] = None, None
@@ -163,6 +194,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 Attended(self._selector, self.scores, selection).attach_to(keys)
         except BaseException:
             self.keep_first(of_values.length - new)
+            self.kept = kept
             raise
         return keys, values
 
@@ -249,7 +281,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             history.reset()
         if self.scores is not None:
             self.scores.reset()
-        self._ahead = None
+        self._ahead = self.kept = None
+        self.changes += 1
         self.is_initialized = False
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -285,6 +318,36 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     def keep_first(self, length: int) -> None:
         """Keep the first tokens, where there are more."""
         self.prepare_keep(length)()
+
+    def undo(self) -> None:
+        """Put the layer back to what it was like before the forward pass, as of `kept`."""
+        if self.kept is not None:
+            self.put_back(self.kept)
+
+    def put_back(self, kept: Kept) -> None:
+        """Put the layer back to what it was like, of which there were only updates since."""
+        if not kept.length:
+            self.reset()  # the next tokens may be of another kind
+        elif not kept.raw:
+            self.keep_first(kept.length)
+        else:
+            for history, raw in zip(self.histories, kept.raw, strict=True):
+                put_back(history, raw, kept.length)
+            self._all_of(
+                [], None if self.scores is None else partial(self.scores.crop, kept.length)
+            )()
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes on the device that are kept for `undo` alone."""
+        if self.kept is None:
+            return 0
+        there = {history.unpacked.tail.memory.data_ptr() for history in self.histories}
+        return sum(
+            raw.memory.untyped_storage().nbytes()
+            for raw in self.kept.raw
+            if raw.memory.data_ptr() not in there
+        )
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Take sequence ``beam_idx[b]`` for each b: beam search."""
@@ -367,8 +430,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.read_tokens += chosen.selection.tokens - chosen.selection.first
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out tokens that are gathered ahead, and the join, made again."""
-        return {**self.__dict__, "_ahead": None, "_join": None}
+        """Leave out tokens that are gathered ahead or kept, and the join, made again."""
+        return {**self.__dict__, "_ahead": None, "_join": None, "kept": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take a state, of a version before tokens were joined too."""
@@ -398,7 +461,8 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 change()
             if of_scores is not None:
                 of_scores()
-            self._ahead = None
+            self._ahead = self.kept = None
+            self.changes += 1
 
         return commit
 

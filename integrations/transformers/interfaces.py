@@ -14,6 +14,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 #: What an attention function returns: ``[B, q, query heads, D]``, and weights or None.
 Attended = tuple[torch.Tensor, torch.Tensor | None]
 
+#: By which models with a sparse indexer tell attention functions what is attended to: they put it
+#: into the mask for those named "eager" and "sdpa" alone.
+INDEXES = ("indices", "block_indices")
+
 
 def register(name: str, attention: Callable[..., Attended], mask: str | Callable[..., Any]) -> None:
     """Register an attention function, with the masks that it takes.

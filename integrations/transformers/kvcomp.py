@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedConfig
@@ -27,6 +27,10 @@ from bitslab.kvcache import Commit, Offload, TileOptions, check_options
 #: Multiples of it, without their whole part, lie evenly between 0 and 1 however many they are.
 _GOLDEN = (5**0.5 - 1) / 2
 
+#: Bytes of K, and of V, of a prompt that are kept unpacked until the pass behind it is over: of the
+#: last layer, which packs its prompt as that begins.
+_KEPT_BYTES = 64 << 20
+
 
 @exported_as_constant
 class KVCompCache(PackedCache):
@@ -48,11 +52,12 @@ class KVCompCache(PackedCache):
         the last queries of the prompt, not a bound for later tokens; of a prompt of more than 2,048
         tokens on as many of them, drawn evenly: of SmolLM2 all 4,096 tokens give 0.060 where 0.055
         was asked for, in single layers up to 0.119. The coarsest steps that keep it are taken, and
-        a layer where none do keeps its tokens lossless. 0: all layers are lossless, as in
-        `CompressedCache`. The default keeps what SmolLM2 says, of 4,096 tokens behind a prompt of
-        2,048: at 0.055 K and V are 6.7 times smaller, the KL divergence to the plain model is
-        0.012, and 95 % of the top tokens are the same; at 0.1 8.6 times, with 0.047 and 90 %. Of a
-        shorter prompt the same error takes more bits.
+        a layer where none do keeps its tokens lossless. Queries of padding count for nothing, and
+        those that see no coded token. 0: all layers are lossless, as in `CompressedCache`. The
+        default keeps what SmolLM2 says, of 4,096 tokens behind a prompt of 2,048: at 0.055 K and V
+        are 6.7 times smaller, the KL divergence to the plain model is 0.012, and 95 % of the top
+        tokens are the same; at 0.1 8.6 times, with 0.047 and 90 %. Of a shorter prompt the same
+        error takes more bits.
     key_scale, value_scale : float, optional
         Steps of K and V that are taken instead, in the units of `granularity`.
     granularity : {"weighted", "block", "channel", "token"}
@@ -64,7 +69,9 @@ class KVCompCache(PackedCache):
     coder : {"huffman", "fixed"}
         How codes are written; ``"fixed"`` as fields of one width.
     sinks, window : int
-        First and last tokens of a sequence that are kept as they came, on the device.
+        First and last tokens of a sequence that are kept as they came, on the device. They are
+        counted with padding: behind padding on the left a sequence's own first tokens are coded,
+        which costs accuracy.
     block_tokens : int
         Tokens that are packed and moved together; a power of two from 16 to 4096.
     offload : bool, float or "auto"
@@ -208,19 +215,20 @@ class KVCompCache(PackedCache):
         """Append to one of our layers, and pack what the last one has attended to."""
         last, self._updated = self._updated, None
         if last is not None:
-            self._layer(last).settle(later=True)
+            behind = cast(KVCompLayer, self._packed[last])
+            if layer_idx <= last:
+                behind.kept = behind.as_it_is(_KEPT_BYTES)
+            behind.settle(later=True)
         if last is None or layer_idx <= last:  # of another forward pass
             self._hands.look()
         found = super().append_to(layer_idx, key_states, value_states)
         keys = found[0]
-        if (
-            layer_idx in self._histories.placement.hosted
-            and isinstance(keys, KVHandle)
-            and isinstance(keys.update, LayerUpdate)
-        ):
-            following = self._next_hosted[layer_idx]
-            behind = None if following is None else self._next_hosted[following]
-            keys.update.behind_next = None if behind is None else self._layer(behind)
+        if isinstance(keys, KVHandle) and isinstance(keys.update, LayerUpdate):
+            keys.update.undo = None if self._pass is None else self._pass.undo
+            if layer_idx in self._histories.placement.hosted:
+                following = self._next_hosted[layer_idx]
+                next_one = None if following is None else self._next_hosted[following]
+                keys.update.behind_next = None if next_one is None else self._layer(next_one)
         self._updated = layer_idx
         return found
 
@@ -246,6 +254,9 @@ class KVCompCache(PackedCache):
             As `CompressedCache.stats`, all metadata of tiles among ``packed_bytes``, and
             ``errors``: by layer the relative error of attention that was measured when its codecs
             were fitted, on 2,048 tokens of a longer prompt, without those that saw no queries;
+            ``measured_without``: by layer what its attention has and that error leaves out, as a
+            position bias, or why padding left nothing to measure, so that steps are those without
+            queries;
             ``lossless``: by layer why its tokens are not quantised; ``packed_passes`` and
             ``dense_passes``: how often attention has read packed tokens as they are, and decoded
             first.
@@ -265,6 +276,9 @@ class KVCompCache(PackedCache):
                 i: layer.plans.measured.error
                 for i, layer in layers.items()
                 if layer.plans.measured is not None
+            },
+            "measured_without": {
+                i: text for i, layer in layers.items() if (text := layer.left_out)
             },
             "lossless": lossless,
             "packed_passes": sum(layer.packed_passes for layer in layers.values()),

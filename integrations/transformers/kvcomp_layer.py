@@ -9,7 +9,8 @@ from weakref import ref
 
 import torch
 
-from bitslab.integrations.transformers.cache_layer import CompressedLayer
+from bitslab.errors import BitslabError
+from bitslab.integrations.transformers.cache_layer import CompressedLayer, Kept
 from bitslab.integrations.transformers.handles import KVHandle
 from bitslab.integrations.transformers.selectors import KVSelector
 from bitslab.kvcache import (
@@ -18,6 +19,7 @@ from bitslab.kvcache import (
     HistoryReader,
     PackedAttention,
     PackedHistory,
+    RawTokens,
     Take,
     TilePlans,
     TokenScores,
@@ -62,11 +64,15 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
     ----------
     unfit : str
         Why K and V are no tiles, or empty.
+    measured_without : frozenset of str
+        What attention to the kept queries had that `TilePlans.learn` does not take.
     packed_passes, dense_passes : int
         How often packed tokens were attended to as they are, and decoded first.
     attended : callable or None
         Called once an update has been attended to: in the last layer of a model.
     """
+
+    measured_without: frozenset[str] = frozenset()  # of layers that were pickled without it
 
     def __init__(
         self,
@@ -97,6 +103,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         self._waits = False  # tokens of the last update are to be packed
         self._new_tokens = 0  # in that update
         self._queries: _LastQueries | None = None
+        self.measured_without = frozenset()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Set device, dtype and codecs from the first K and V."""
@@ -112,6 +119,13 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         self._attention = PackedAttention(self._reader, self.histories)
 
     @property
+    def left_out(self) -> str:
+        """What the error of the layer was measured without, or why it was not; may be empty."""
+        if self.plans.measured is not None:
+            return ", ".join(sorted(self.measured_without))
+        return self.plans.why_unmeasured
+
+    @property
     def lossless(self) -> bool:
         """Whether no token is quantised."""
         return self._open is self._open_lossless
@@ -120,10 +134,23 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         self, key_states: torch.Tensor, value_states: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Append K and V; handles come back where the attention function reads tiles."""
+        kept = self.as_it_is()
+        of_pass = self.kept = kept if self.kept is None else self.kept
+        try:
+            return self._append(key_states, value_states, kept.length)
+        except BaseException:
+            self.put_back(kept)
+            self.kept = of_pass
+            raise
+
+    def _append(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, before: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._waits:
             self.settle()
-        if self.lossless or self.scores is not None or not self._hands.now:
-            if self.packed_tokens and not self.lossless:
+        lossless = self._open is self._open_lossless
+        if lossless or self.scores is not None or not self._hands.now:
+            if self.packed_tokens and not lossless:
                 self.dense_passes += 1
             self._stages, self._dense_tokens = False, 0
             return super().append(key_states, value_states)
@@ -132,13 +159,8 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         of_keys, of_values = self.histories
         of_keys.check(key_states)
         of_values.check(value_states)
-        before = of_keys.length
-        try:
-            of_keys.append(key_states, checked=True, pack=False)
-            of_values.append(value_states, checked=True, pack=False)
-        except BaseException:
-            self.keep_first(before)
-            raise
+        of_keys.append(key_states, checked=True, pack=False)
+        of_values.append(value_states, checked=True, pack=False)
         length = before + key_states.shape[2]
         update = LayerUpdate(self, (key_states, value_states), length)
         self._latest, self._waits = ref(update), True
@@ -219,8 +241,8 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         """All tensors that codecs are learnt from."""
         found = [t for history in self.histories for t in (history.head, history.tail)]
         if self._queries is not None:
-            first = self._queries.options["first_valid"]
-            found += [self._queries.tokens, *([] if first is None else [first])]
+            of_queries = self._queries.tokens, *self._queries.options.values()
+            found += [t for t in of_queries if isinstance(t, torch.Tensor)]
         return found
 
     def learn(self) -> None:
@@ -238,7 +260,8 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
 
     def latest(self, update: LayerUpdate) -> bool:
         """Return whether an update is the last one."""
-        return self._latest is not None and self._latest() is update
+        latest = self._latest
+        return latest is not None and latest() is update and update.since == self.changes
 
     def read(self, update: LayerUpdate) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all K and V as they were after an update, decoded."""
@@ -275,7 +298,14 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         self._count(None)
         return out
 
-    def see(self, query: torch.Tensor, padding: Padding | None, options: Mapping[str, Any]) -> None:
+    def see(
+        self,
+        query: torch.Tensor,
+        padding: Padding | None,
+        options: Mapping[str, Any],
+        *,
+        other_mask: bool = False,
+    ) -> None:
         """Keep the last queries until codecs are learnt."""
         if self.lossless or not self.plans.learns or self.packed_tokens:
             return
@@ -286,16 +316,60 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         first = None if padding is None else padding.first_valid
         if self._queries is not None:
             query = torch.cat([self._queries.tokens, query], dim=2)[:, :, -QUERIES:]
+        sinks = options.get("s_aux")
+        other_sinks = sinks is not None and sinks.numel() != query.shape[1]
+        if sinks is not None:  # as they are now: parameters may be changed
+            sinks = None if other_sinks else sinks.detach().flatten().clone()
         self._queries = _LastQueries(
             query.clone(),
             {
                 "scaling": options.get("scaling"),
                 "softcap": options.get("softcap"),
                 "first_valid": first,
+                "sink_logits": sinks,
             },
         )
+        window = options.get("sliding_window")
+        beside = {
+            "a mask not known to be causal with padding on the left": other_mask,
+            "a position bias": options.get("position_bias") is not None,
+            "sinks other than one a head": other_sinks,
+            "a sliding window": window is not None and window < self.get_seq_length(),
+        }
+        self.measured_without |= {name for name, there in beside.items() if there}
 
     # Changes
+
+    def as_it_is(self, most_bytes: int = 0) -> Kept:
+        """Return what the layer is like; tokens that are not packed by reference.
+
+        Of a prompt that is yet to be packed, and has more bytes of K or V than given, no more than
+        a window and two blocks, copied: all of it would take much memory for a forward pass.
+        """
+        length, raw, plans = 0, [], self.plans
+        most = plans.options.window + 2 * plans.options.block_tokens
+        lossless = self._open is self._open_lossless or plans.why_lossless
+        for history in self.histories:
+            head, tail, packed = history.unpacked.head, history.unpacked.tail, history.packed.length
+            memory, tokens = tail.memory, tail.length
+            length = head.shape[2] + packed + tokens
+            if lossless:
+                continue
+            if tokens > most and memory.nbytes > most_bytes:
+                memory = memory[:, :, tokens - most : tokens].clone()
+                packed, tokens = packed + tokens - most, most
+            raw.append(RawTokens(head, memory, tokens, packed))
+        learns = plans.learns if length and not self.histories[0].packed.length else False
+        more = learns, self._waits, self._new_tokens, self._queries, self.measured_without
+        return Kept(length, raw, more)
+
+    def put_back(self, kept: Kept) -> None:
+        """Put the layer back to what it was like, and forget what was learnt since."""
+        super().put_back(kept)
+        if kept.length and kept.more:
+            learns, self._waits, self._new_tokens, self._queries, self.measured_without = kept.more
+            if learns:
+                self.plans.reset()
 
     def reset(self) -> None:
         """Forget all tokens, and what was learnt of them."""
@@ -348,6 +422,9 @@ class LayerUpdate:
         self, layer: KVCompLayer, new: tuple[torch.Tensor, torch.Tensor], length: int
     ) -> None:
         self._layer = layer
+        self.since = layer.changes
+        #: Puts all layers back to what they were like before the forward pass.
+        self.undo: Callable[[], None] | None = None
         self._new = new
         self.length = length
         #: The layer whose words take the place of those that were read.
@@ -360,7 +437,16 @@ class LayerUpdate:
     def dense(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return all K and V; gradients reach the new ones."""
         if self._dense is None:
-            dense = self._layer.read(self)
+            if self.since != self._layer.changes:
+                raise BitslabError(
+                    "K/V handle: the cache was reset, or tokens of it removed or reordered, since "
+                    "the update that returned this handle; read K and V before that"
+                )
+            try:
+                dense = self._layer.read(self)
+            except BaseException:
+                self.failed()
+                raise
             if torch.is_grad_enabled() and any(t.requires_grad for t in self._new):
                 first = self.length - self._new[0].shape[2]
                 keys, values = (
@@ -370,6 +456,12 @@ class LayerUpdate:
                 dense = keys, values
             self._dense = dense
         return self._dense
+
+    def failed(self) -> None:
+        """Undo the forward pass, once, after an error of who reads K and V, if it is the last."""
+        undo, self.undo = self.undo, None
+        if undo is not None and self.since == self._layer.changes:
+            undo()
 
     def attend_packed(
         self, query: torch.Tensor, padding: Padding | None, options: Mapping[str, Any]
@@ -394,10 +486,25 @@ class LayerUpdate:
             self.behind_next.prefetch_words(early=True)
         return out
 
-    def see(self, query: torch.Tensor, padding: Padding | None, options: Mapping[str, Any]) -> None:
-        """Keep the queries, of the last update; not those of layers that share its K and V."""
+    def see(
+        self,
+        query: torch.Tensor,
+        padding: Padding | None,
+        options: Mapping[str, Any],
+        *,
+        other_mask: bool = False,
+    ) -> None:
+        """Keep the queries, of the last update; not those of layers that share its K and V.
+
+        Parameters
+        ----------
+        query, padding, options
+            As attention takes them.
+        other_mask : bool
+            Whether there was a mask that `padding` does not describe.
+        """
         if self._layer.latest(self) and not self._seen:
-            self._layer.see(query, padding, options)
+            self._layer.see(query, padding, options, other_mask=other_mask)
             self._layer.end_pass()
         self._seen = True
 

@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
+from weakref import ref
 
 import torch
 from transformers import DynamicCache, PreTrainedConfig
@@ -14,6 +15,7 @@ from transformers.cache_utils import DynamicLayer
 from bitslab.errors import ArgumentError, ArgumentTypeError, MissingExtraError
 from bitslab.integrations.transformers.cache_layer import CompressedLayer
 from bitslab.integrations.transformers.cross_attention import SelfAttentionCache
+from bitslab.integrations.transformers.forward_pass import ForwardPass
 from bitslab.integrations.transformers.layer_histories import LayerHistories
 from bitslab.integrations.transformers.selectors import KVSelector
 from bitslab.kvcache import (
@@ -51,6 +53,8 @@ class PackedCache(DynamicCache, SelfAttentionCache):
     ArgumentError
         For a config with layers that transformers does not know.
     """
+
+    _pass: ForwardPass | None = None  #: the one under way, or the last one
 
     def __init__(
         self,
@@ -134,11 +138,17 @@ class PackedCache(DynamicCache, SelfAttentionCache):
         if layer is None:
             self._check_index(layer_idx)
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        current = self._pass
+        if current is None or not current.layers or layer_idx <= current.layers[-1]:
+            current = self._pass = ForwardPass(self.undo_pass)
+            for each in self._packed.values():
+                each.kept = None
+        current.layers.append(layer_idx)
         if layer_idx == self._first:
             self._begin_pass(key_states)
-        new = 0
         try:
             found = self.append_to(layer_idx, key_states, value_states)
+            current.returned.append(ref(found[0]))
             new = key_states.shape[2]
             following = self._next[layer_idx]
             layer = self._packed[following]
@@ -148,7 +158,7 @@ class PackedCache(DynamicCache, SelfAttentionCache):
             if crossing is not None and not layer.reads_words:
                 self._packed[crossing].prefetch_words(early=True)
         except BaseException:
-            self._undo(layer_idx, new)
+            self.undo_pass(current)
             raise
         return found
 
@@ -304,6 +314,7 @@ class PackedCache(DynamicCache, SelfAttentionCache):
         buffers = sum(reader.buffer_bytes for reader in readers)
         sums["device_bytes"] += buffers
         for layer in self._packed.values():
+            sums["device_bytes"] += layer.kept_bytes
             if layer.scores is not None:
                 sums["device_bytes"] += layer.scores.nbytes
         there = sum(layer.there_tokens for layer in self._packed.values())
@@ -364,6 +375,7 @@ class PackedCache(DynamicCache, SelfAttentionCache):
         self, prepare: Callable[[CompressedLayer], Commit], plain: Callable[[Any], None]
     ) -> None:
         """Change all layers, or none when one cannot: `prepare` ours, `plain` the others."""
+        self._pass = None
         commits = [prepare(layer) for layer in self._packed.values()]
         with _as_they_were(
             layer for i, layer in enumerate(self.layers) if i not in self._packed
@@ -373,12 +385,13 @@ class PackedCache(DynamicCache, SelfAttentionCache):
         for commit in commits:
             commit()
 
-    def _undo(self, failed: int, new: int) -> None:
-        """Put a layer that failed, and those before it, back to its tokens but the new ones."""
-        length = self._packed[failed].get_seq_length() - new
-        for i, layer in self._packed.items():
-            if i < failed or (new and i == failed):
-                layer.keep_first(length)
+    def undo_pass(self, failed: ForwardPass) -> None:
+        """Put all layers back to what they were like before a pass, if it is the last one."""
+        if failed is not self._pass:
+            return
+        self._pass = None
+        for layer in self._packed.values():
+            layer.undo()
 
 
 def _load_kernels(device: torch.device | None, dtype: object) -> None:

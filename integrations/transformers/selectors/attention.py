@@ -10,7 +10,12 @@ import torch
 from transformers import PreTrainedModel
 
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
-from bitslab.integrations.transformers.interfaces import attention_of, register, source_of
+from bitslab.integrations.transformers.interfaces import (
+    INDEXES,
+    attention_of,
+    register,
+    source_of,
+)
 from bitslab.integrations.transformers.selectors.attended import Observer, attended_of
 from bitslab.kvcache import Selection
 
@@ -138,6 +143,12 @@ def _attention(inner_name: str) -> Callable[..., tuple[torch.Tensor, torch.Tenso
         attention_mask: torch.Tensor | None,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        for name in INDEXES:
+            if options.get(name) is not None:
+                raise BitslabError(
+                    f"{name}: {type(module).__name__} chooses by this argument what is attended "
+                    "to, which no selector serves; run the model without one"
+                )
         inner = attention_of(module, inner_name)
         attended = attended_of(key)
         selection = None if attended is None else attended.selection

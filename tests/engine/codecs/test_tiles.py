@@ -215,7 +215,7 @@ class Decoder:
 
 @pytest.mark.drawn(5)
 @pytest.mark.parametrize("kind", [g.name.lower() for g in Granularity])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_flipped_bit_is_found_or_harmless(dtype: torch.dtype, kind: str) -> None:
     codec, rows = small(dtype, kind)
     packed = codec.encode(rows)

@@ -25,6 +25,7 @@ CACHES: dict[str, Any] = {
     "lossless": lambda config: CompressedCache(config, **SMALL),
     "on-device": lambda config: CompressedCache(config, offload=False, **SMALL),
     "kvcomp": lambda config: KVCompCache(config, error=0, window=4, block_tokens=16, sinks=3),
+    "kvcomp-lossy": lambda config: KVCompCache(config, error=0.3, window=4, block_tokens=16),
 }
 
 
@@ -103,14 +104,53 @@ def test_an_update_that_is_interrupted_is_made_wholly_or_not_at_all(kind: str, n
     assert at > 10 * STRIDE
 
 
+@pytest.mark.parametrize("implementation", ["sdpa", "bitslab"])
+def test_an_update_with_losses_that_is_interrupted_quantises_nothing(implementation: str) -> None:
+    """What was not packed before is not behind it, in layers that were updated before too."""
+    config = config_of("llama")
+    config._attn_implementation = implementation
+    first: Any = KVCompCache(config, error=0.3, window=4, block_tokens=16, sinks=3)
+    for n in (70, *[1] * 5):
+        for layer in range(LAYERS):
+            first.update(*tokens(n, layer + n), layer)
+    copied = copy.deepcopy(first)
+    before = [t for layer in range(LAYERS) for t in held(copied, layer)]
+    whole, at, undone = copy.deepcopy(first), 1, 0
+    for layer in range(LAYERS):
+        whole.update(*tokens(40, layer), layer)
+    after = [t for layer in range(LAYERS) for t in held(whole, layer)]
+    assert whole.layers[0].packed_tokens > first.layers[0].packed_tokens
+    while True:
+        cache = copy.deepcopy(first)
+        cache.update(*tokens(40, 0), 0)
+        if not Interrupt(at).within(cache, *tokens(40, 1), 1):
+            break
+        found = [t for layer in range(LAYERS) for t in held(cache, layer)]
+        if cache.layers[1].get_seq_length() == cache.layers[0].get_seq_length() == 75:
+            assert same(found, before), at
+            undone += 1
+            for layer in range(LAYERS):
+                cache.update(*tokens(40, layer), layer)
+        elif cache.layers[1].get_seq_length() == 75:  # before the cache began with it
+            assert same(found[2:], before[2:]), at
+            cache.update(*tokens(40, 1), 1)
+        assert same([t for layer in range(LAYERS) for t in held(cache, layer)], after), at
+        at += STRIDE
+    assert undone > 3
+
+
 @pytest.mark.parametrize("kind", CACHES)
 def test_memory_that_fails_while_the_next_layer_is_fetched_leaves_all_layers_as_they_were(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    cache, plain = CACHES[kind](config_of("llama")), dynamic(config_of("llama"))
-    for each in (cache, plain):
+    cache = CACHES[kind](config_of("llama"))
+    for layer in range(LAYERS):
+        cache.update(*tokens(70, layer), layer)
+    plain = copy.deepcopy(cache)
+    if kind != "kvcomp-lossy":
+        plain = dynamic(config_of("llama"))
         for layer in range(LAYERS):
-            each.update(*tokens(70, layer), layer)
+            plain.update(*tokens(70, layer), layer)
 
     def refuse(layer: CompressedLayer, new_tokens: int) -> None:
         raise torch.OutOfMemoryError("no memory")

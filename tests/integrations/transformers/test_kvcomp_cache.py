@@ -382,25 +382,36 @@ def test_k_and_v_of_another_model_are_refused(shape: str) -> None:
     run(cache, 1, seed=50)
 
 
+@pytest.mark.parametrize("nth", [1, 2, 3, 4])
 @pytest.mark.parametrize("implementation", ["bitslab", "sdpa"])
 def test_memory_that_runs_out_while_a_prompt_is_packed(
-    implementation: str, monkeypatch: pytest.MonkeyPatch
+    implementation: str, nth: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All layers hold what they held before the forward pass, and the cache goes on."""
     cache: Any = KVCompCache(config(implementation), error=0.3, **SIZES)
     run(cache, 30)
-    before = [layer.keys.clone() for layer in cache.layers]
+    before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+    plain, calls = PackedHistory.pack, 0
 
-    def fail(*_: Any, **__: Any) -> None:
-        raise BitslabError("no memory")
+    def fail(history: PackedHistory) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == nth:
+            raise BitslabError("no memory")
+        plain(history)
 
     monkeypatch.setattr(PackedHistory, "pack", fail)
+    chunks = ((90, 120), (1, 121))  # the last layer packs in the next pass, as a rule
     with pytest.raises(BitslabError, match="no memory"):
-        run(cache, 90, seed=50, mask=causal(90, 120))
+        for n, length in chunks:
+            if cache.get_seq_length() > 30:
+                before = [(layer.keys.clone(), layer.values.clone()) for layer in cache.layers]
+            run(cache, n, seed=50, mask=causal(n, length))
     monkeypatch.undo()
-    for layer, keys in zip(cache.layers, before, strict=True):
-        assert torch.equal(layer.keys, keys)
-    for length in (130, 230):
+    for layer, (keys, values) in zip(cache.layers, before, strict=True):
+        assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+    for _ in range(2):
+        length = cache.get_seq_length() + 100
         run(cache, 100, seed=60, mask=causal(100, length))
     assert cache.stats()["packed_tokens"] > 100
 

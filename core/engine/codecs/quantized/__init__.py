@@ -1,6 +1,6 @@
 """Codecs whose decoded values are within a bound of the given ones."""
 
-from .attention_error import AttentionFit, Measured, fit_error
+from .attention_error import AttentionFit, Measured, NothingSeenError, fit_error
 from .codec import TileCodec
 from .fit import CODERS, TileFit, fit_tiles, measured_fit, query_weights
 from .plan import TilePlan
@@ -11,6 +11,7 @@ __all__ = [
     "NO_CODE",
     "AttentionFit",
     "Measured",
+    "NothingSeenError",
     "TileCodec",
     "TileFit",
     "TilePlan",

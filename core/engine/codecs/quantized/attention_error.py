@@ -76,6 +76,10 @@ class Measured:
     value_exceptions: float
 
 
+class NothingSeenError(ArgumentError):
+    """No query sees a token that is coded, so that no error can be measured."""
+
+
 class AttentionFit(NamedTuple):
     """Plans of keys and of values, what was measured, and weights of channels, on the CPU."""
 
@@ -101,6 +105,7 @@ def fit_error(
     scaling: float | None = None,
     softcap: float | None = None,
     first_valid: torch.Tensor | None = None,
+    sink_logits: torch.Tensor | None = None,
     rows_per_head: int = 1,
     coder: str = "huffman",
     code_bits: int = MAX_CODE_BITS,
@@ -137,7 +142,10 @@ def fit_error(
     scaling, softcap : float, optional
         Of the logits; ``dim ** -0.5`` and none by default.
     first_valid : torch.Tensor, optional
-        ``[B]``: the first token of each sequence that is no padding.
+        ``[B]``: the first token of each sequence that is no padding. Queries of padding count for
+        nothing, in errors and in weights; for errors none does that sees no coded token.
+    sink_logits : torch.Tensor, optional
+        ``[Hq]``: logits that take part in the sum of the softmax, beside those of the tokens.
 
     Returns
     -------
@@ -149,6 +157,8 @@ def fit_error(
     ArgumentError
         For options out of range, shapes that do not fit, and prompts in which no 16 tokens stand
         between `sinks` and `window`.
+    NothingSeenError
+        An `ArgumentError`: where padding hides all coded tokens from all queries.
     """
     if not isinstance(error, (int, float)) or not 0 < error < math.inf:
         raise ArgumentError(f"error: {error!r:.60}, accepted are numbers above 0")
@@ -163,9 +173,16 @@ def fit_error(
             scaling=scaling,
             softcap=softcap,
             first_valid=first_valid,
+            sink_logits=sink_logits,
         )
-        by_channel = key_granularity is Granularity.CHANNEL
-        weights = query_weights(queries, keys.shape[1], scaling=scaling) if by_channel else None
+        weights = None
+        if key_granularity is Granularity.CHANNEL:
+            counted = None
+            if first_valid is not None:
+                n, tokens = queries.shape[2], keys.shape[2]
+                at = torch.arange(tokens - n, tokens, device=queries.device)
+                counted = at >= first_valid.to(queries.device)[:, None]
+            weights = query_weights(queries, keys.shape[1], scaling=scaling, counted=counted)
         formats = (
             TileFormat(tile_tokens, keys.shape[3], keys.dtype, granularity, pairs, code_bits)
             for granularity, pairs in ((key_granularity, False), (value_granularity, True))
@@ -174,6 +191,10 @@ def fit_error(
         v = _Side(prompt.values, next(formats), value_scale, None)
         prompt.measure_plain(k.steps.values, v.steps.values)
         found = _choose(prompt, k, v, float(error))
+        if (found is None or math.isnan(found.error)) and not prompt.measures:
+            raise NothingSeenError(
+                "queries: none of them sees a token that is coded and no padding"
+            )
     if found is None:
         return None
     fits = [

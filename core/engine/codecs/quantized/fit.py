@@ -278,7 +278,11 @@ def check_coder(coder: str, rows_per_head: int) -> None:
 
 
 def query_weights(
-    queries: torch.Tensor, kv_heads: int, *, scaling: float | None = None
+    queries: torch.Tensor,
+    kv_heads: int,
+    *,
+    scaling: float | None = None,
+    counted: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return what an error of 1 in each channel of K does to the logits.
 
@@ -290,6 +294,8 @@ def query_weights(
         Heads of K, H; Hq is a multiple: heads that share one follow each other.
     scaling : float, optional
         What logits are multiplied by; ``dim ** -0.5`` without.
+    counted : torch.Tensor, optional
+        bool ``[B, n]``, on their device: those that count; all without it.
 
     Returns
     -------
@@ -301,7 +307,12 @@ def query_weights(
         raise ArgumentError(
             f"queries: {list(queries.shape)}, expected [B, a multiple of {kv_heads}, n, dim]"
         )
-    squares = queries.float().square().mean(dim=(0, 2))
+    squares = queries.float().square()
+    if counted is None:
+        squares = squares.mean(dim=(0, 2))
+    else:  # chosen, not multiplied: what is left out may be NaN
+        squares = squares.masked_fill(~counted[:, None, :, None], 0.0).sum(dim=(0, 2))
+        squares /= counted.sum().clamp(min=1)
     dim = queries.shape[3]
     rms = squares.view(kv_heads, -1, dim).mean(dim=1).sqrt()
     return rms if scaling is None else rms * (scaling * dim**0.5)

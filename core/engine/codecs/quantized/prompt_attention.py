@@ -30,7 +30,9 @@ class PromptAttention:
     """Attention of a prompt's last queries to some of its tokens, coded or as they came.
 
     All first and last tokens that are not coded are kept, and tiles between them are drawn evenly;
-    where a tile stands for several, its logits are raised by the logarithm of their number.
+    where a tile stands for several, its logits are raised by the logarithm of their number. Queries
+    that see no coded token, as those of padding, get outputs of 0: they count for nothing, neither
+    as an error nor among the outputs that it is relative to.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class PromptAttention:
         scaling: float | None,
         softcap: float | None,
         first_valid: torch.Tensor | None,
+        sink_logits: torch.Tensor | None = None,
     ) -> None:
-        _check_shapes(keys, values, queries)
+        _check_shapes(keys, values, queries, sink_logits)
         batch, heads, tokens, dim = keys.shape
         sinks, window = raw_tokens
         between = tokens - sinks - window
@@ -82,22 +85,30 @@ class PromptAttention:
         # Heads that share keys are further rows.
         groups = queries.shape[1] // heads
         self._query = last.reshape(lines * heads, groups * count, dim) * self._scaling
+        self._sinks = self._of_rows(sink_logits, groups, count, lines)
         at = torch.arange(tokens - count, tokens, device=device).repeat(groups)
         self._seen_of_drawn = self._seen(drawn_tokens, at, first_valid) + math.log(share)
+        measured = self._seen_of_drawn.isfinite().any(dim=2, keepdim=True)
+        self._measures = measured.any()
+        seen_of_raw = self._seen(raw, at, first_valid).masked_fill(~measured, -math.inf)
         #: Those that are coded, ``[B, H, T, dim]``.
         self.keys = self._drawn(keys, drawn_tokens)
         self.values = self._drawn(values, drawn_tokens)
         self._raw_values = self._drawn(values, raw).float().flatten(0, 1)
-        self._raw_logits = self._logits(
-            self._drawn(keys, raw).float().flatten(0, 1), self._seen(raw, at, first_valid)
-        )
+        self._raw_logits = self._logits(self._drawn(keys, raw).float().flatten(0, 1), seen_of_raw)
 
     def measure_plain(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Compute the plain outputs, of the coded tokens in float32."""
         self._values = values[None]
         self._shares = self._softmax(keys[None])
         self._plain = self._output(self._shares, self._values)
-        self._norm = torch.linalg.vector_norm(self._plain).clamp(min=1e-30)
+        norm = torch.linalg.vector_norm(self._plain).clamp(min=1e-30)
+        self._norm = norm.masked_fill(~self._measures, math.nan)  # an error of 0 would be kept
+
+    @property
+    def measures(self) -> bool:
+        """Whether any query sees a coded token, else errors are NaN; a GPU is waited for."""
+        return bool(self._measures)
 
     def at_once(self, step_bytes: int) -> int:
         """Return at how many scales errors are measured together, for the sake of memory.
@@ -150,6 +161,20 @@ class PromptAttention:
             hidden = hidden | padding[:, None]
         return torch.zeros(hidden.shape, device=tokens.device).masked_fill(hidden, -math.inf)
 
+    def _of_rows(
+        self, sink_logits: torch.Tensor | None, groups: int, count: int, lines: int
+    ) -> torch.Tensor:
+        """Return the logit beside those of the tokens, ``[B * H or 1, queries or 1, 1]``.
+
+        The least number takes no share, but where no token is seen: all of it.
+        """
+        least = torch.finfo(torch.float32).min
+        if sink_logits is None:
+            return self._query.new_full((1, 1, 1), least)
+        of_heads = sink_logits.to(self._query.device).float().clamp(min=least)
+        rows = of_heads.view(self._heads, groups).repeat_interleave(count, dim=1)
+        return rows.repeat(lines, 1)[:, :, None]
+
     def _logits(
         self, keys: torch.Tensor, seen: torch.Tensor, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -174,9 +199,10 @@ class PromptAttention:
         logits = keys.new_empty(n, self._raw_logits.shape[0], queries, coded + raw)
         self._logits(keys.flatten(0, 2), self._seen_of_drawn, logits.flatten(0, 1)[..., :coded])
         logits[..., coded:] = self._raw_logits
-        logits -= logits.amax(dim=3, keepdim=True)
+        most = torch.maximum(logits.amax(dim=3, keepdim=True), self._sinks)
+        logits -= most
         logits.exp_()
-        logits /= logits.sum(dim=3, keepdim=True)
+        logits /= logits.sum(dim=3, keepdim=True) + (self._sinks - most).exp_()
         return logits
 
     def _output(self, shares: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -201,8 +227,13 @@ def _repeated(matrices: torch.Tensor, count: int) -> torch.Tensor:
     return matrices.expand(count // len(matrices), *matrices.shape).flatten(0, 1)
 
 
-def _check_shapes(keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor) -> None:
-    """Raise where keys, values and queries are not those of one attention."""
+def _check_shapes(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    queries: torch.Tensor,
+    sink_logits: torch.Tensor | None,
+) -> None:
+    """Raise where keys, values, queries and sinks are not those of one attention."""
     if keys.dim() != 4 or not keys.numel():
         raise ArgumentError(f"keys: {list(keys.shape)}, expected [B, H, T, dim], none of them 0")
     if values.shape != keys.shape or values.dtype != keys.dtype:
@@ -221,4 +252,9 @@ def _check_shapes(keys: torch.Tensor, values: torch.Tensor, queries: torch.Tenso
         raise ArgumentError(
             f"queries: {list(queries.shape)}, expected [{batch}, a multiple of {heads}, 1 to "
             f"{tokens}, {dim}]"
+        )
+    if sink_logits is not None and sink_logits.shape != queries.shape[1:2]:
+        raise ArgumentError(
+            f"sink_logits: {list(sink_logits.shape)}, expected [{queries.shape[1]}], one a query "
+            "head"
         )
