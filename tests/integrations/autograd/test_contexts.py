@@ -87,11 +87,6 @@ def test_arguments_are_those_of_torchtune_in_order_and_with_their_defaults() -> 
     assert arguments_of(OffloadActivations) == TORCHTUNE
 
 
-def test_torchtunes_class_takes_what_is_written_here() -> None:
-    training = pytest.importorskip("torchtune.training")
-    assert arguments_of(training.OffloadActivations) == TORCHTUNE
-
-
 def test_calls_by_the_positions_of_torchtune() -> None:
     x = torch.randn(1000, requires_grad=True)
     for streams in (True, False, None):
