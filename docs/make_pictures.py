@@ -2,27 +2,31 @@
 
 ``python docs/make_pictures.py`` draws all, with names after it those.
 
-Bars come from the tables in benchmarks/results, which are parsed here, so that no figure is typed
-twice. Each picture is written twice, for light and for dark backgrounds, without a date: the same
-tables and the same matplotlib give the same bytes. Its description lists what is drawn;
-tests/test_docs.py compares that with the tables.
+Bars come from the tables in benchmarks/results, so that no figure is typed twice. Each picture is
+written twice, for light and for dark backgrounds, without a date: the same tables and the same
+matplotlib give the same bytes. Its description lists what is drawn; tests/test_docs.py compares
+that with the tables.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from docs.result_tables import number, rows_of  # noqa: E402
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-ROOT = Path(__file__).resolve().parents[1]
 FOLDER = ROOT / "docs" / "pictures"
-RESULTS = ROOT / "benchmarks" / "results"
 
 #: Colours by use: bars of ours, of peers, and what nothing can pass (`bound`), text and lines.
 THEMES: dict[str, dict[str, str]] = {
@@ -54,46 +58,6 @@ THEMES: dict[str, dict[str, str]] = {
 
 
 FONT = "DejaVu Sans"  # matplotlib's own
-
-
-# Tables
-
-
-def rows_of(file: str, heading: str) -> list[dict[str, str]]:
-    """Return the rows of the table that follows a line of a results file, by column."""
-    lines = (RESULTS / file).read_text().splitlines()
-    begins = [i for i, line in enumerate(lines) if heading in line]
-    if not begins:
-        raise LookupError(f"{file} has no line with {heading!r}")
-    rest = iter(lines[begins[0] + 1 :])
-    header = next((line for line in rest if line.startswith("|")), None)
-    if header is None:
-        raise LookupError(f"{file}: no table follows {heading!r}")
-    names = _cells(header)
-    next(rest)  # the rule below the header
-    rows = []
-    for line in rest:
-        if not line.startswith("|"):
-            break
-        rows.append(dict(zip(names, _cells(line), strict=True)))
-    return rows
-
-
-def _cells(line: str) -> list[str]:
-    return [cell.strip() for cell in line.strip().strip("|").split("|")]
-
-
-def number(rows: Sequence[dict[str, str]], column: str, **where: str) -> float | None:
-    """Return the number in a column of the one row that has these cells; None where it is empty.
-
-    Names of columns have `_` for a blank.
-    """
-    keys = {name.replace("_", " "): cell for name, cell in where.items()}
-    found = [row for row in rows if all(row[name] == cell for name, cell in keys.items())]
-    if len(found) != 1:
-        raise LookupError(f"{len(found)} rows have {keys}")
-    text = found[0][column].replace(",", "").rstrip("%x ")
-    return float(text) if text else None
 
 
 # What is drawn

@@ -148,7 +148,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
     ) -> tuple[torch.Tensor, torch.Tensor]:
         if self._waits:
             self.settle()
-        lossless = self._open is self._open_lossless
+        lossless = self._open is self._open_lossless  # the property, without a call for each token
         if lossless or self.scores is not None or not self._hands.now:
             if self.packed_tokens and not lossless:
                 self.dense_passes += 1

@@ -328,16 +328,17 @@ def test_tf32_is_used_where_torch_is_asked_to(asked, tf32, kernels, monkeypatch)
         assert not [v.name for v, _ in kernels.launched if "tf32" in v.name.lower()]
 
 
-def test_tf32_that_is_asked_for_by_torchs_newer_option():
+def test_tf32_that_is_asked_for_by_torchs_newest_option():
     """Torch does not read `allow_tf32` then; a process of its own, as it is not restored."""
+    option, on, off = "fp32_precision", "tf32", "ieee"
+    if not hasattr(torch.backends.cuda.matmul, option):  # before torch 2.9
+        option, on, off = "allow_tf32", True, False
     code = (
         "import torch; from bitslab.relational.program import tf32_allowed as allowed;"
         "m = torch.backends.cuda.matmul; assert not allowed();"
-        "m.fp32_precision = 'tf32'; assert allowed();"
-        "m.fp32_precision = 'ieee'; assert not allowed()"
+        f"m.{option} = {on!r}; assert allowed();"
+        f"m.{option} = {off!r}; assert not allowed()"
     )
-    if not hasattr(torch.backends.cuda.matmul, "fp32_precision"):
-        pytest.skip("this version of torch has the older options alone")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
 
