@@ -330,14 +330,14 @@ def test_tf32_is_used_where_torch_is_asked_to(asked, tf32, kernels, monkeypatch)
 
 def test_tf32_that_is_asked_for_by_torchs_newest_option():
     """Torch does not read `allow_tf32` then; a process of its own, as it is not restored."""
-    option, on, off = "fp32_precision", "tf32", "ieee"
+    option, on, off = "fp32_precision", "'tf32'", "'ieee'"
     if not hasattr(torch.backends.cuda.matmul, option):  # before torch 2.9
-        option, on, off = "allow_tf32", True, False
+        option, on, off = "allow_tf32", "True", "False"
     code = (
         "import torch; from bitslab.relational.program import tf32_allowed as allowed;"
         "m = torch.backends.cuda.matmul; assert not allowed();"
-        f"m.{option} = {on!r}; assert allowed();"
-        f"m.{option} = {off!r}; assert not allowed()"
+        f"m.{option} = {on}; assert allowed();"
+        f"m.{option} = {off}; assert not allowed()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=300)
 
