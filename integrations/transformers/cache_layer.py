@@ -130,8 +130,7 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         ArgumentError, ArgumentTypeError
             For K and V of another shape, dtype or device than those of the layer.
         BitslabError
-            When host memory runs out, the selector has not seen the tokens before, or a CUDA graph
-            is being captured, whose replays would put other tokens in the place of these. After any
+            When host memory runs out, or the selector has not seen the tokens before. After any
             error the layer is as it was before.
         """
         for name, given in (("key_states", key_states), ("value_states", value_states)):
@@ -141,11 +140,6 @@ class CompressedLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             raise ArgumentError(
                 f"value_states: shape {list(value_states.shape)}, key_states has "
                 f"{list(key_states.shape)}; batch, heads and tokens must agree"
-            )
-        if key_states.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise BitslabError(
-                "update(): a CUDA graph is being captured; a packed cache grows with each token, "
-                "which no replay can follow. Capture steps with transformers' StaticCache"
             )
         if self.is_initialized:
             return self.append(key_states, value_states)

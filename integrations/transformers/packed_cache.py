@@ -12,7 +12,7 @@ import torch
 from transformers import DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer
 
-from bitslab.errors import ArgumentError, ArgumentTypeError, MissingExtraError
+from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError, MissingExtraError
 from bitslab.integrations.transformers.cache_layer import CompressedLayer
 from bitslab.integrations.transformers.cross_attention import SelfAttentionCache
 from bitslab.integrations.transformers.forward_pass import ForwardPass
@@ -116,7 +116,8 @@ class PackedCache(DynamicCache, SelfAttentionCache):
             In `torch.export`, for a layer that the config does not have, and K and V that do not
             continue those that are there.
         BitslabError
-            When host memory runs out.
+            When host memory runs out, or a CUDA graph is being captured, whose replays would put
+            other tokens in the place of these. After any error the cache is as it was before.
         """
         if exporting():
             raise ArgumentTypeError(
@@ -138,6 +139,12 @@ class PackedCache(DynamicCache, SelfAttentionCache):
         if layer is None:
             self._check_index(layer_idx)
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        # Before anything is packed or put back, which would be captured.
+        if getattr(key_states, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
+            raise BitslabError(
+                "update(): a CUDA graph is being captured; a packed cache grows with each token, "
+                "which no replay can follow. Capture steps with transformers' StaticCache"
+            )
         current = self._pass
         if current is None or not current.layers or layer_idx <= current.layers[-1]:
             current = self._pass = ForwardPass(self.undo_pass)

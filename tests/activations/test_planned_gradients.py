@@ -118,7 +118,8 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[DrawnPolicy]]:
 
     def proven(name: str, flat: torch.Tensor, span: Any, root: torch.Tensor, *rest: Any) -> Any:
         made_in: PassRecord = rest[-2]
-        assert made_in.plan is not None
+        if made_in.plan is None:  # a graph of a backward pass that a GPU's thread makes, in no pass
+            return real(name, flat, span, root, *rest)
         # Plans replay nothing from what lies in a checkpointed module, which gives it back once.
         found = None if made_in.plan.modules else replayable(root)
         signature = None if found is None else found.signature
