@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ..engine.codecs import check_tensor_argument
 from ..engine.codecs.base import share_memory
@@ -50,7 +51,7 @@ def all_to_all_single(
     As `torch.distributed.all_to_all_single`, with smaller messages: rows that repeat within a part
     cross once, and the others in fewer bits. Every rank calls it with the same row shape and dtype;
     bounds may differ. Rows that a rank sends to itself are copied. Tensors on a GPU are coded there
-    and cross by NCCL.
+    and cross by NCCL. It may be put in the place of `torch.distributed.all_to_all_single`.
 
     Parameters
     ----------
@@ -123,7 +124,7 @@ def all_to_all_single(
     check_tensor_argument("input", input)
     refuse_capture(input)
     if codec == "raw":
-        return dist.all_to_all_single(
+        return distributed_c10d.all_to_all_single(
             output,
             input,
             None if output_split_sizes is None else list(output_split_sizes),

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ..engine.advisor.link import own_stream, work_seconds
 from ..engine.kernels.cuda import kernels_on
@@ -449,7 +449,9 @@ class DeviceExchange:
         """Exchange sizes and messages, and queue decoding."""
         group, counters = self._helper.group, self._counters
         started = time.perf_counter()
-        self._faults.stage("sizes", lambda: dist.all_to_all_single(found, said, group=group))
+        self._faults.stage(
+            "sizes", lambda: distributed_c10d.all_to_all_single(found, said, group=group)
+        )
         of_ranks = found.tolist()
         checks, come = self._agreement.sizes_of([row[0] for row in of_ranks], self._faults)
         sized = time.perf_counter()
@@ -458,7 +460,7 @@ class DeviceExchange:
         data = self._take(total)[:total]
         self._faults.stage(
             "payload",
-            lambda: dist.all_to_all_single(data, joined, come, sizes, group=group),
+            lambda: distributed_c10d.all_to_all_single(data, joined, come, sizes, group=group),
         )
         counters.payload_s += time.perf_counter() - sized
         counters.moved_bytes += sum(sizes) + 2 * DESCRIPTOR_BYTES * (self._size - 1)
@@ -504,7 +506,7 @@ def say_failed_there(helper: Helper, faults: Faults, error: BaseException) -> No
     def crossed() -> None:
         with nullcontext() if helper.stream is None else helper.stream.on():
             said[:, 0].fill_(descriptor(faults.cause, FAILED))
-            dist.all_to_all_single(found, said, group=helper.group)
+            distributed_c10d.all_to_all_single(found, said, group=helper.group)
             found.tolist()
 
     with suppress(ExchangeError):  # the error that is reported is raised

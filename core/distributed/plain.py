@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ..engine.kernels.cuda.stream import current_stream
 from ..engine.tensor_bits import copy_rows
@@ -138,7 +139,10 @@ class PlainExchange:
         """Deliver bytes by torch's own collective: gloo knows few dtypes."""
         sizes = list(receive), list(send)
         work: dist.Work | None = self._faults.stage(
-            "payload", lambda: dist.all_to_all_single(received, sent, *sizes, self._group, async_op)
+            "payload",
+            lambda: distributed_c10d.all_to_all_single(
+                received, sent, *sizes, self._group, async_op
+            ),
         )
         return work
 

@@ -10,6 +10,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 import bitslab
 from bitslab.distributed import CompressedAllToAll, ErrorBound, Table, all_to_all_single, device
@@ -156,7 +157,7 @@ def decisions_there(rank: int, ranks: int) -> dict[str, Any]:
     link = clock.slowed(dist.all_to_all_single, lambda _, given, *__: 0.002 + given.nbytes / 1e6)
     slow: dict[str, Any] = {
         "coding": mock.patch.object(CpuCoder, "encode_vectors", coder),
-        "link": mock.patch.object(dist, "all_to_all_single", link),
+        "link": mock.patch.object(distributed_c10d, "all_to_all_single", link),
     }
     planned = [Table("a", 8), Table("b", 8)]
     exchange = CompressedAllToAll(tables=planned, decide_every=3)
@@ -421,6 +422,20 @@ def several_under_way(rank: int, ranks: int, there: torch.device) -> dict[str, A
     return seen
 
 
+def in_torchs_place(rank: int, ranks: int, there: torch.device) -> dict[str, bool]:
+    """Whoever puts the function in the place of torch's gets the same rows, by each codec."""
+    received, sent = splits(rank, ranks)
+    t = rows_of(Table("t", 16), sum(sent), rank).to(there)
+    exact, seen = crossed(t, received, sent), {}
+    for codec in ("auto", "compressed", "raw"):
+        ours = partial(all_to_all_single, codec=codec)
+        with mock.patch.object(dist, "all_to_all_single", ours):
+            found = torch.empty_like(exact)
+            dist.all_to_all_single(found, t, received, sent)
+        seen[codec] = torch.equal(found, exact)
+    return seen
+
+
 def buffers(rank: int, ranks: int, there: torch.device) -> dict[str, bool]:
     """Buffers are kept from one call to the next, and bounded."""
     t = rows_of(Table("t", 64), 500 * ranks, rank).to(there)
@@ -453,7 +468,7 @@ def damaged(rank: int, ranks: int, there: torch.device) -> dict[str, Any]:
                 output[at] = value
             return done
 
-        setattr(dist, "all_to_all_single", exchange)  # noqa: B010 - mypy
+        setattr(distributed_c10d, "all_to_all_single", exchange)  # noqa: B010 - mypy
         try:
             call()
             if there.type == "cuda":
@@ -462,7 +477,7 @@ def damaged(rank: int, ranks: int, there: torch.device) -> dict[str, Any]:
         except bitslab.BitslabError as error:
             return f"{type(error).__name__}: {error}"
         finally:
-            setattr(dist, "all_to_all_single", of_torch)  # noqa: B010 - mypy
+            setattr(distributed_c10d, "all_to_all_single", of_torch)  # noqa: B010 - mypy
         return "no error"
 
     for name, at, value in (("bits", 1, 40), ("field", 8, 255)):
@@ -494,6 +509,7 @@ ON_DEVICE: dict[str, Callable[[int, int, torch.device], dict[str, Any]]] = {
         rounded,
         with_feedback,
         several_under_way,
+        in_torchs_place,
         buffers,
         damaged,
     )

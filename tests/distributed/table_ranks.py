@@ -12,6 +12,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from bitslab.distributed import (
     AdaptiveBound,
@@ -73,7 +74,8 @@ def tables(rank: int, ranks: int) -> dict[str, Any]:
         seen[f"moved in {pieces}"] = 0 < moved < stats["forward"]["moved_bytes"]
         seen[f"calls in {pieces}"] = stats["forward"]["calls"] == 1
     plain = CompressedAllToAll(tables=TABLES, codec="raw")
-    with mock.patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as of_torch:
+    real = distributed_c10d.all_to_all_single
+    with mock.patch.object(distributed_c10d, "all_to_all_single", wraps=real) as of_torch:
         found = plain.exchange_tables(inputs, receive, send)
     seen["one for all raw"] = of_torch.call_count == 1
     seen["equal raw"] = all(torch.equal(found[name], t) for name, t in expected.items())
@@ -245,7 +247,7 @@ def decisions(rank: int, ranks: int) -> dict[str, Any]:
     # Figures of this link are kept where no other test finds them.
     with tempfile.TemporaryDirectory() as folder:
         os.environ["BITSLAB_CACHE"] = folder
-        with clock.running(), mock.patch.object(dist, "all_to_all_single", slowed):
+        with clock.running(), mock.patch.object(distributed_c10d, "all_to_all_single", slowed):
             for name, t in (("rows", rows), ("noise", noise), ("again", rows)):
                 for _ in range(5):
                     found = exchange(t)

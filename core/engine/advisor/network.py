@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ...errors import ArgumentError
 from ...version import __version__
@@ -154,7 +155,7 @@ def _measure(group: dist.ProcessGroup, device: torch.device) -> list[float]:
         for i, n_bytes in enumerate(PROBE_BYTES):
             sent = torch.zeros(group.size() * n_bytes, dtype=torch.uint8, device=device)
             received = torch.empty_like(sent)
-            exchange = partial(dist.all_to_all_single, received, sent, group=group)
+            exchange = partial(distributed_c10d.all_to_all_single, received, sent, group=group)
             took = []
             for _ in range(1 + REPEATS):
                 dist.all_reduce(torch.zeros(1, device=device), group=group)  # all begin at once
