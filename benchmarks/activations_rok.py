@@ -52,6 +52,7 @@ SHARES = {"llama": (0.1, 0.3, 0.5, 0.8), "gpt2": (0.2, 0.4, 0.7), "bert": (0.2, 
 #: Batches of the planner, over the largest that is kept: finer about what is asked for.
 GROWTH = (1.25, 1.5, 1.8, 2, 2.25, 2.5, 3, 4, 6, 8)
 AT_KEEPS_PEAK = "planned at keep's peak"
+ROK_WAYS = ("keep", "checkpoint", "save_on_cpu", "raw")
 VOCABULARY = 1000
 #: Tensors that are smaller are kept: of small models on a CPU, and on a GPU.
 MIN_BYTES = {"cpu": 16 << 10, "cuda": 256 << 10}
@@ -287,7 +288,7 @@ def rok(arguments: argparse.Namespace, report: Report) -> dict[str, Rows]:
         kept: dict[int, Point] = {}
         for batch in arguments.batches:
             points: dict[str, Point] = {}
-            ways = ["keep", "checkpoint", "save_on_cpu", "raw"]
+            ways = list(arguments.rok_ways)
             while ways:
                 way = ways.pop(0)
                 peer = way.partition(" at ")[2]
@@ -387,6 +388,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--batches", type=int, nargs="+", default=[4, 8, 16, 32] if gpu else [4, 8],
         help="of the ROK curve (default: %(default)s)",
+    )  # fmt: skip
+    add(
+        "--rok-ways", nargs="+", choices=ROK_WAYS, default=list(ROK_WAYS),
+        help="of the ROK curve, besides the planner at the peak of each (default: all)",
     )  # fmt: skip
     add("--plot", type=Path, metavar="FILE", help="draw the ROK curves, such as rok.svg")
     add("--steps", type=int, default=24, help="of each plan (default: %(default)s)")

@@ -199,6 +199,8 @@ class _Run:
         Its path.
     given : iterable of torch.Tensor
         Tensors of its keyword arguments, which `checkpoint` holds and does not watch.
+    begins : callable
+        Called before it is computed again.
     """
 
     def __init__(
@@ -207,8 +209,9 @@ class _Run:
         original: Callable[..., Any],
         name: str,
         given: Iterable[torch.Tensor],
+        begins: Callable[[], None],
     ) -> None:
-        self._original, self._name, self._ran = original, name, False
+        self._original, self._name, self._begins, self._ran = original, name, begins, False
         self._state = PlainState(module)
         self._versions = _versions((*module.parameters(), *_buffers(module), *given))
 
@@ -220,6 +223,7 @@ class _Run:
             if (found := version_of(t)) != version:
                 what = f", which {self._name!r} is computed again from,"
                 raise modified(t.shape, t.dtype, found, version, what)
+        self._begins()
         with self._state.again():
             return self._original(*args, **kwargs)
 
@@ -248,15 +252,18 @@ class _Checkpointed(MethodOverride):
             if any(t is None for t in given) or is_transformed():  # unlike what was profiled
                 return original(*args, **kwargs)
             if guide.is_proven(self._path):
-                return self._checkpointed(args, kwargs)
+                return self._checkpointed(guide, args, kwargs)
             return self._first(guide, [t for t in given if t is not None], args, kwargs)
 
         forward.__signature__ = inspect.signature(self.module.forward)  # type: ignore[attr-defined]
         return forward
 
-    def _checkpointed(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _checkpointed(
+        self, guide: CheckpointedModules, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
         given = [t for t in _tensors(tuple(kwargs.values())) if t is not None]
-        run = _Run(self.module, self.original(), self._path, given)
+        begins = guide.begins(self._path)
+        run = _Run(self.module, self.original(), self._path, given, begins)
         distinct = _Distinct(args, kwargs)
         call = distinct.calling(run)
         return checkpoint(call, *distinct.values, use_reentrant=False, **distinct.named)
@@ -283,7 +290,7 @@ class _Checkpointed(MethodOverride):
         restore_torch()
         state.restore()
         if not why_not:
-            result = self._checkpointed(args, kwargs)
+            result = self._checkpointed(guide, args, kwargs)
             if same_bits(before, detached_leaves(result)):
                 guide.proven(self._path)
                 return result
@@ -338,6 +345,8 @@ class CheckpointedModules:
         Those that may be, by path.
     is_on : callable
         Returns whether the running pass of this thread checkpoints a module.
+    begins : callable
+        Returns what is to be called when a module of that pass begins to be computed again.
 
     Attributes
     ----------
@@ -345,10 +354,15 @@ class CheckpointedModules:
         Modules that gave other bits when they were computed again, for good, and what was found.
     """
 
-    def __init__(self, modules: Mapping[str, nn.Module], is_on: Callable[[str], bool]) -> None:
+    def __init__(
+        self,
+        modules: Mapping[str, nn.Module],
+        is_on: Callable[[str], bool],
+        begins: Callable[[str], Callable[[], None]],
+    ) -> None:
         self.modules = dict(modules)
         self.refused: dict[str, str] = {}
-        self._is_on = is_on
+        self._is_on, self.begins = is_on, begins
         self._proven: set[str] = set()
         self._set: dict[str, _OneModule] = {}
 

@@ -124,7 +124,8 @@ class Executor:
         self._originals = Originals(
             self.device, self.traffic, self._wait, self._failed, self._send_again
         )
-        self._staging = Staging(self._originals.give_up, self._settle_staged)
+        numbers = self.traffic.numbers
+        self._staging = Staging(self._originals.give_up, self._settle_staged, numbers)
         self._disk: DiskMoves | None = None
         if self._tiers.disk is not None:
             self._disk = DiskMoves(self._tiers.disk, self._room, self.traffic, self.on_gpu)
@@ -345,13 +346,24 @@ class Executor:
         traffic = self.traffic
         if traffic.unknown or traffic.timed:
             traffic.poll()
+        originals, staging = self._originals, self._staging
         raw_bytes = allowed_bytes
         if self._stages and self.is_planned:  # both count, and nothing beyond
-            raw_bytes -= self._staging.sending_bytes
-            self._staging.release(allowed_bytes - self._originals.in_flight_bytes, 0, current)
+            staging.release(sys.maxsize, 0, current)
+            raw_bytes -= staging.unsure_bytes
+            # They cross in order: who waited for a later one would wait for all.
+            while staging.sending_bytes + originals.in_flight_bytes > raw_bytes:
+                if staging.oldest < originals.oldest:
+                    staging.release_oldest()
+                elif originals.in_flight_bytes:
+                    held_bytes = originals.unsure_bytes + originals.in_flight_bytes
+                    originals.release(held_bytes - 1, current)
+                else:
+                    break
+            raw_bytes -= staging.sending_bytes
         elif self._stages:
-            self._staging.release(allowed_bytes, STAGED_COPIES, current)
-        self._originals.release(raw_bytes, current)
+            staging.release(allowed_bytes, STAGED_COPIES, current)
+        originals.release(raw_bytes, current)
         if self._disk is not None:
             self._disk.poll(allowed_bytes if self._waits_for_disk or self.is_planned else None)
 

@@ -118,6 +118,8 @@ class SavedTensorHooks:
         if not self.inside() and self._policy.begin(entered):
             for counts in list(self.sites.values()):
                 counts.decided(self._choice(counts.site))
+        if entered.plan is not None and entered.plan.modules:
+            entered.module_begins = functools.partial(self._module_begins, weakref.ref(entered))
         self._entered().append(entered)
         return entered
 
@@ -529,6 +531,13 @@ class SavedTensorHooks:
             self._fetch(own)
         if begun.reads or begun.fetches:
             self._begin(record, begun)
+
+    def _module_begins(self, ref: weakref.ref[PassRecord], name: str, device: torch.device) -> None:
+        """Begin what may begin when a checkpointed module of a pass is computed again."""
+        record = ref()
+        if record is not None:
+            with torch.no_grad():
+                self._begin_after(record, name, device)
 
     def _begin(self, record: PassRecord, begun: Begun) -> None:
         """Begin reads of a disk, and fetches, which are tried again where a read is not over."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -50,13 +51,18 @@ class Originals:
         self._device, self._traffic = device, traffic
         self._wait, self._failed, self._send_again = wait, failed, send_again
         self.unsure_bytes = self.in_flight_bytes = 0
-        self._in_flight: deque[tuple[weakref.ref[StoredCopy], Mark, int]] = deque()
+        self._in_flight: deque[tuple[weakref.ref[StoredCopy], Mark, int, int]] = deque()
         self._unsure: deque[tuple[weakref.ref[StoredCopy], SentBlob]] = deque()
 
     def hold(self, copy: StoredCopy, read: Mark) -> None:
         """Hold the original of a copy until it has been read."""
-        self._in_flight.append((weakref.ref(copy), read, copy.nbytes))
+        self._in_flight.append((weakref.ref(copy), read, copy.nbytes, next(self._traffic.numbers)))
         self.in_flight_bytes += copy.nbytes
+
+    @property
+    def oldest(self) -> float:
+        """The number of the first copy that its original is held for; infinite without any."""
+        return self._in_flight[0][3] if self._in_flight else math.inf
 
     def hold_until_sized(self, copy: StoredCopy, blob: SentBlob) -> None:
         """Hold the original of a copy until it is known to fit in its host memory."""
@@ -78,7 +84,7 @@ class Originals:
             self._settle(*self._unsure.popleft())
         in_flight = self._in_flight
         while in_flight:
-            ref, done, nbytes = in_flight[0]
+            ref, done, nbytes, _ = in_flight[0]
             over = self.unsure_bytes + self.in_flight_bytes > allowed_bytes
             if not over and not (done.done() if isinstance(done, ThreadTask) else done.query()):
                 return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -21,7 +21,8 @@ class PassPlan:
     Parameters
     ----------
     fetches : mapping of str to tuple of str
-        By site, whose read lets the fetches of others begin; "" is the begin of the backward pass.
+        By site, whose read lets the fetches of others begin, or by checkpointed module, where that
+        is computed again; "" is the begin of the backward pass.
     reads : mapping of str to tuple of str
         As `fetches`: what is then read from a disk to host memory, ahead of its fetch.
     in_flight_bytes : mapping of str to int
@@ -104,6 +105,9 @@ class PassRecord(Pass):
         Whether copies are waited for where they begin, so that compute is seen alone.
     micro_batch : int or None
         As the training loop said.
+    module_begins : callable or None
+        ``module_begins(name, device)`` is to be called when a checkpointed module begins to be
+        computed again, of a plan with such modules.
     """
 
     def __init__(self, number: int, parameters: set[int], micro_batch: int | None = None) -> None:
@@ -112,6 +116,7 @@ class PassRecord(Pass):
         self.watcher: Watcher | None = None
         self.serial = False
         self.micro_batch = micro_batch
+        self.module_begins: Callable[[str, torch.device], None] | None = None
         self._backward_began = False
         #: Copies whose fetches may begin, and wait for their disk.
         self._late: list[StoredCopy] = []
@@ -134,7 +139,7 @@ class PassRecord(Pass):
         return None if self.plan is None else self.plan.in_flight_bytes.get(name)
 
     def begins_after(self, name: str) -> Begun:
-        """Return the copies whose reads and fetches may begin with the read of a site."""
+        """Return what may begin with the read of a site, or when a module is computed again."""
         if self.plan is None:
             return NOTHING_BEGINS
         name = self.plan.named.get(name, name)

@@ -9,6 +9,7 @@ again from time to time.
 
 from __future__ import annotations
 
+import functools
 import threading
 import warnings
 from collections.abc import Callable
@@ -58,6 +59,10 @@ MOST_PLAIN_FACTOR = 1.25
 MOST_MEASURED = 8
 #: Passes from a plan to the next one because of larger tensors, at first; twice as many each time.
 REPLAN_PASSES = 4
+
+
+def _nothing() -> None:
+    pass
 
 
 class PlannedPolicy:
@@ -110,6 +115,7 @@ class PlannedPolicy:
         self._recorded: RecordedStep | None = None
         self.profile: StepProfile | None = None
         self._pass_plan: PassPlan | None = None
+        self._planned_on = torch.device("cpu")
         self._profiling = False
         self._passes = self._attempts = self._planned_passes = 0
         self._recording: tuple[PassRecord, StepRecorder, ModuleWatch | None, int] | None = None
@@ -137,7 +143,9 @@ class PlannedPolicy:
     def attach(self, model: nn.Module) -> None:
         """Let modules of a model be checkpointed, too."""
         if self._recompute:
-            self._modules = CheckpointedModules(checkpointable(model), self._is_checkpointed)
+            self._modules = CheckpointedModules(
+                checkpointable(model), self._is_checkpointed, self._begins
+            )
 
     def detach(self) -> None:
         """Take everything off the model."""
@@ -160,6 +168,12 @@ class PlannedPolicy:
             and module in record.plan.modules
             and torch.is_grad_enabled()
         )
+
+    def _begins(self, module: str) -> Callable[[], None]:
+        """Return what is to be called when a module of the running pass is computed again."""
+        record: PassRecord = self._running.record
+        begins = record.module_begins
+        return _nothing if begins is None else functools.partial(begins, module, self._planned_on)
 
     # Decisions
 
@@ -364,6 +378,7 @@ class PlannedPolicy:
 
     def _follow(self, plan: Plan, passes: PassPlan, profile: StepProfile) -> None:
         self.plan, self._pass_plan, self.profile = plan, passes, profile
+        self._planned_on = self._device()
         self._planned_passes = 0
         self._measuring.clear()
         self._steps.clear()

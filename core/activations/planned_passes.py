@@ -85,16 +85,18 @@ def pass_plan(
     names = [profile.sites[i].site for i in read_order(profile)]
     seen = [chosen[name].action != "checkpoint" for name in names]
     place = {name: k for k, name in enumerate(names)}
+    #: By site of a checkpointed module, that module: what it reads is not seen, but its begin.
+    again = {each.site: each.module for each in profile.sites if each.module in plan.modules}
 
     def begun(after: Mapping[str, str | None]) -> dict[str, tuple[str, ...]]:
-        """Return by site whose read lets others begin, these in the order of their reads."""
+        """Return by site or module that lets others begin, these in the order of their reads."""
         found: dict[str, list[str]] = {}
         for name in names:
             at = after[name]
             if at is None or at == name:  # its own read fetches it
                 continue
-            if at:  # reads inside of a checkpointed module are not seen
-                at = _seen_site(names, seen, place[at], place[name])
+            if at:
+                at = again.get(at) or _seen_site(names, seen, place[at], place[name])
             found.setdefault(at, []).append(name)
         return {name: tuple(sites) for name, sites in found.items()}
 
@@ -225,10 +227,14 @@ def _fetched(
     """
     sites = timeline.profile.sites
     number = {each.site: i for i, each in enumerate(sites)}
+    moment = {each.site: timeline.read[i] for i, each in enumerate(sites)}
+    modules = timeline.profile.modules
+    moment |= {each.module: timeline.recomputed[i] for i, each in enumerate(modules)}
+    moment[""] = np.intp(timeline.turn)
     begin = read.copy()
     for name, begun in fetches.items():
         for site in begun:
-            begin[number[site]] = timeline.read[number[name]] if name else timeline.turn
+            begin[number[site]] = moment[name]
     ahead = np.zeros(len(timeline.moments))
     for i in range(len(sites)):
         option = int(choices.options[i])

@@ -14,10 +14,11 @@ allocator.
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -147,6 +148,8 @@ class Staging:
     settle : callable
         Called with what is known by now of a copy whose host memory may be too small, and with it
         staged.
+    numbers : iterator of int
+        Of copies, in the order in which they are sent.
 
     Attributes
     ----------
@@ -160,12 +163,13 @@ class Staging:
         self,
         give_up: Callable[[StoredCopy, torch.cuda.Stream], None],
         settle: Callable[[StoredCopy | None, SentBlob, StagedBlob], None],
+        numbers: Iterator[int],
     ) -> None:
-        self._give_up, self._settle = give_up, settle
+        self._give_up, self._settle, self._numbers = give_up, settle, numbers
         #: Copies whose originals are being encoded.
         self._encoding: deque[tuple[weakref.ref[StoredCopy], StagedBlob, int]] = deque()
         self._encoding_bytes = 0
-        self._sending: deque[tuple[weakref.ref[StoredCopy], SentBlob, StagedBlob]] = deque()
+        self._sending: deque[tuple[weakref.ref[StoredCopy], SentBlob, StagedBlob, int]] = deque()
         self.sending_bytes = 0
         self._unsure: deque[tuple[weakref.ref[StoredCopy], SentBlob, StagedBlob]] = deque()
         self.unsure_bytes = 0
@@ -192,7 +196,7 @@ class Staging:
             self._unsure.append((ref, blob, staged))
             self.unsure_bytes += copy.nbytes
         else:
-            self._sending.append((ref, blob, staged))
+            self._sending.append((ref, blob, staged, next(self._numbers)))
             self.sending_bytes += staged.data.shape[0]
 
     def release(
@@ -228,16 +232,25 @@ class Staging:
             self._leave(ref, staged)
             self._settle(ref(), blob, staged)
         while self._sending:
-            ref, blob, staged = self._sending[0]
-            if blob.is_known:
-                staged.retire()
-            elif self._sends_too_much(allowed_bytes, last_copies):
-                staged.wait_until_sent()
-            else:
+            is_known = self._sending[0][1].is_known
+            if not is_known and not self._sends_too_much(allowed_bytes, last_copies):
                 break
-            self._sending.popleft()
-            self.sending_bytes -= staged.data.shape[0]
-            self._leave(ref, staged)
+            self.release_oldest()
+
+    @property
+    def oldest(self) -> float:
+        """The number of the first copy that may not be on the host; infinite without any."""
+        return self._sending[0][3] if self._sending else math.inf
+
+    def release_oldest(self) -> None:
+        """Give back the copy that is sent first; torch's current stream waits until it is."""
+        ref, blob, staged, _ = self._sending.popleft()
+        if blob.is_known:
+            staged.retire()
+        else:
+            staged.wait_until_sent()
+        self.sending_bytes -= staged.data.shape[0]
+        self._leave(ref, staged)
 
     def _sends_too_much(self, allowed_bytes: int, last_copies: int) -> bool:
         """Return whether others than the last ones take too much."""

@@ -169,6 +169,8 @@ class StepRecorder:
         self._releases: list[weakref.ref[torch.UntypedStorage]] = []
         self._moved: list[tuple[int, Moment, Moment]] = []
         self._brought: list[tuple[int, Moment, Moment]] = []
+        #: Names of copies that are on the device again.
+        self._returned: set[str] = set()
         self.modules: dict[str, list[ModuleRun]] = {}
         self._forward_end: int | None = None
         self._end: int | None = None
@@ -286,6 +288,7 @@ class StepRecorder:
                 return None
             self._probing = []
             try:
+                found.tensor()  # what it reads may be away, and is back from here on
                 begin = self._now()
                 again = found.tensor()
                 end = self._now()
@@ -328,11 +331,14 @@ class StepRecorder:
         if self._probing is None:
             return False
         self._probing.append(name)
+        self._returned.add(self._first_of.get(name, name))
         return True
 
     def read(self, copy: StoredCopy, begin: Moment) -> None:
         """Record that a copy was read; its hook began at a moment, and ends now."""
-        if copy.original is None and copy.device == self.device:
+        # What several saved tensors are views of comes back once.
+        if copy.original is None and copy.device == self.device and copy.name not in self._returned:
+            self._returned.add(copy.name)
             self._brought.append((copy.nbytes, begin, self._now()))
         self._read(copy.name, begin)
 

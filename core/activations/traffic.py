@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import time
 from collections import deque
 from collections.abc import Callable
@@ -142,6 +143,8 @@ class Traffic:
         #: Of copies that are gone: filled by the garbage collector, which must take no lock.
         self.dropped: deque[int] = deque()
         self._turns = [0, 0]
+        #: Of copies, in the order in which they are sent.
+        self.numbers = itertools.count()
 
     def sent_raw(self, nbytes: int) -> None:
         """Count a copy that crosses to the host as it is."""

@@ -83,6 +83,38 @@ def test_every_bit_comes_back_in_any_order_of_streams(
     assert len(streams.recorded) > SITES and len(set(streams.recorded)) == 1
 
 
+@pytest.mark.parametrize("over", [1, 2, 3])
+def test_a_planned_bound_waits_for_what_was_sent_first(
+    over: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Raw and encoded copies cross in order: a later one is done when all before it are."""
+    streams, codec = delayed(monkeypatch, 0)
+    executor = Executor(CPU, 1 << 30, lambda *_: None, lambda *_: None)
+    n = 1 << 12
+
+    def sent(encoded: bool) -> StoredCopy:
+        t = torch.randn(n)
+        copy = StoredCopy("0:0", t, span_of(t), t, 0, Pass(0, set()))
+        executor.bound_in_flight(1 << 30)
+        executor.store(copy, codec if encoded else None)
+        return copy
+
+    for _ in range(3):  # learns what is needed
+        sent(True)
+        streams.drain()
+    executor.close()
+    monkeypatch.setattr(streams, "progress", lambda: None)  # the host is far ahead
+    copies = [sent(encoded) for encoded in (False, True, False, True)]
+    staged: list[Any] = [copy.staged for copy in copies]
+    marks: list[Any] = [b.sent if b else c.stored for b, c in zip(staged, copies, strict=True)]
+    streams.current.queue.clear()  # of what had to be encoded
+    # Of encoded ones the memory that they may need counts.
+    sizes = [b.data.nbytes if b else c.nbytes for b, c in zip(staged, copies, strict=True)]
+    executor.bound_in_flight(sum(sizes[over:]), now=True)
+    waits = [any(each is mark.passed for each in streams.current.queue) for mark in marks]
+    assert waits == [i < over for i in range(len(copies))]
+
+
 def test_what_cannot_be_sent_again_remains_staged(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was larger than its host memory, and there is no more: it is read on the device."""
     streams, codec = delayed(monkeypatch, 0)

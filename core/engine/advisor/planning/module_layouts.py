@@ -3,8 +3,8 @@
 Prices cannot tell modules apart that cost the same, as the layers of a transformer do: at any price
 all of them are checkpointed or none, and which ones are not after all is an accident. Yet where
 they lie matters. Those that are moved are best spread evenly, so that the link serves one of them
-while others are computed, or are the first ones, which have the most time to leave. The last ones
-are read first, so that little memory is gained by computing them again.
+while others are computed, or are the first ones, which have the most time to leave, or both. The
+last ones are read first, so that little memory is gained by computing them again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from .timeline import Indices, Timeline
 
 #: Seconds of the device that a second of the queues counts as where all of a module leaves it.
 AWAY_PRICES = (0.1, 0.0, 1.0)
+#: Shares of the modules over which those that leave are spread; 0: they follow each other.
+SPREADS = (1.0, 0.65, 0.0)
 #: Share of a step's seconds that a plan has to gain to be followed through.
 LEAST_GAIN = 1e-6
 
@@ -52,9 +54,9 @@ class ModuleLayouts:
         self._away = _distinct([self._leaving(price) for price in AWAY_PRICES])
 
     def _leaving(self, price: float) -> Indices:
-        """Return the candidates that cost least of those that do not keep a site as it is."""
+        """Return the candidates that cost least of those that take none of the device's memory."""
         seconds = self._costs.device_s + price * sum(self._costs.queue_s.values())
-        seconds[self._costs.kept] = np.inf
+        seconds[self._costs.kept | (self._costs.packed > 0)] = np.inf
         found = np.argmin(seconds, axis=1)
         return np.where(np.isfinite(seconds[self._rows, found]), found, 0).astype(np.intp)
 
@@ -102,9 +104,9 @@ class ModuleLayouts:
                 range(n), True, key=lambda k: not any(map(fits, made(k + 1, n - k - 1)))
             )
             for n_here in sorted({most, (most + 1) // 2, min(most, 1)}, reverse=True):
-                for is_spread in (True, False):
+                for share in SPREADS:
                     if left:
-                        family = partial(made, n_here, is_spread=is_spread)
+                        family = partial(made, n_here, share=share)
                         best, left = self._climbed(best, family, n - n_here, fits, followed, left)
         return best
 
@@ -128,7 +130,7 @@ class ModuleLayouts:
             return next((each for each in made if self.may_gain(each, best) and fits(each)), None)
 
         first = bisect_left(range(most + 1), True, key=lambda n: promising(n) is not None)
-        at, step = first - 1, 1
+        at, step, missed = first - 1, 1, False
         while step and runs:
             made, better = promising(at + step), False
             if made is not None:
@@ -136,7 +138,9 @@ class ModuleLayouts:
                 found = followed(made)
                 better = found.better_than(best)
             if better:
-                best, at, step = found, at + step, 2 * step
+                best, at, step, missed = found, at + step, 2 * step, False
+            elif step == 1 and made is not None and not missed:
+                at, missed = at + 1, True  # where others lie, one more may gain
             else:
                 step //= 2
         return best, runs
@@ -148,17 +152,18 @@ class ModuleLayouts:
         away: Indices,
         n_here: int,
         n_away: int,
-        is_spread: bool = True,
+        share: float = 1.0,
     ) -> Iterator[Choices]:
         """Yield the layout whose last modules remain while others leave, with each base.
 
-        Those that leave are spread evenly over all but the last ones, or are the first ones. The
-        rest is checkpointed; what is in no module is as in the base.
+        Those that leave are spread evenly over this share of all but the last ones, from the first
+        one on. The rest is checkpointed; what is in no module is as in the base.
         """
         of, order = self._timeline.module_of, self._order
         n_first = len(order) - n_here
+        among = max(n_away, round(share * n_first))
         flags, leaves = np.zeros((2, len(self._checkpoint_s)), bool)
-        leaves[[order[j * n_first // n_away if is_spread else j] for j in range(n_away)]] = True
+        leaves[[order[j * among // n_away] for j in range(n_away)]] = True
         flags[order[:n_first]] = True
         flags &= ~leaves
         own = np.where(leaves[of], away, here) if len(order) else here

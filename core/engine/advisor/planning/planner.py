@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
+
 from ....errors import ArgumentError, ArgumentTypeError
 from .candidates import Candidate, Choices, Costs
 from .plan import Plan, SitePlan
@@ -224,7 +226,9 @@ def _read_at(timeline: Timeline, at: int) -> str:
     """Return the site that is read first from a moment on; "" for the begin of the backward."""
     if at <= timeline.turn:
         return ""
-    return timeline.profile.sites[timeline.next_read(at)].site
+    read = timeline.read
+    first = min(np.flatnonzero(read >= at).tolist(), key=lambda i: (read[i], -i))
+    return timeline.profile.sites[first].site
 
 
 def _reason(candidate: Candidate, costs: Costs) -> str:

@@ -34,7 +34,7 @@ ROUNDS, COARSE_ROUNDS = 14, 4
 #: Prices of all queues' seconds, of which the best is adapted by site; where a site's begins.
 UNIFORM, FIRST_PRICE = (0.0, 0.01, 0.03, 0.08, 0.15, 0.3, 0.5, 1.0), 0.02
 #: Share of the effort left behind the prices that layouts of modules take at most.
-LAYOUT_SHARE = 0.25
+LAYOUT_SHARE = 0.5
 #: Plans that are crossed with the best one, and steps of halving for each.
 CROSSED, CROSSED_STEPS = 2, 5
 #: Most moments at which memory is short that prices are made for.

@@ -6,8 +6,9 @@ limit while copies are under way (until enough of them are done), a tensor is re
 yet, and never otherwise.
 
 A tensor is fetched as early as the limit allows: from the first point of the backward pass on from
-which there is room for it, besides all that will be needed until it is read. One that is still on
-its way out then is handed back without crossing.
+which there is room for it, besides all that will be needed until it is read. Of a checkpointed
+module none but its begin is such a point, for what it reads is not seen. One that is still on its
+way out then is handed back without crossing.
 """
 
 from __future__ import annotations
@@ -165,11 +166,9 @@ class Timeline:
 
     def named(self, choices: Choices) -> dict[str, Candidate]:
         """Return choices by site."""
-        inside = self.inside(choices)
-        return {
-            site.site: CHECKPOINT if inside[i] else self.candidates[i][choices.options[i]]
-            for i, site in enumerate(self.profile.sites)
-        }
+        found = zip(self.candidates, choices.options, self.inside(choices), strict=True)
+        named = (CHECKPOINT if inside else own[option] for own, option, inside in found)
+        return dict(zip(self._number, named, strict=True))
 
     def inside(self, choices: Choices) -> npt.NDArray[np.bool_]:
         """Return which sites lie in a checkpointed module, ``[sites]``."""
@@ -240,11 +239,6 @@ class Timeline:
         back = self.staged_in[self._rows, choices.options] * seen
         need += np.bincount(self.saved, out, len(need))
         return need + np.bincount(read, back, len(need))
-
-    def next_read(self, at: int) -> int:
-        """Return the site that is read first from a moment on, while any is."""
-        behind = np.flatnonzero(self.read >= at)
-        return int(behind[np.lexsort((-behind, self.read[behind]))[0]])
 
     def _replays(self, choices: Choices, gone: npt.NDArray[np.bool_]) -> tuple[Indices, Indices]:
         """Return when sites are read first and freed, by what is computed again from them too."""
@@ -336,8 +330,12 @@ class _Run:
         self._joins: dict[int, list[int]] = {}
         self._reads: dict[int, list[int]] = {}
         self._recomputes: dict[int, float] = {}
-        for m in np.flatnonzero(choices.checkpointed).tolist():
-            at = int(timeline.recomputed[m])
+        #: By moment the first one from it on at which fetches may begin.
+        self._next_begin = list(range(len(need) + 1))
+        modules = np.flatnonzero(choices.checkpointed)
+        for m in sorted(modules.tolist(), key=timeline.recomputed.__getitem__, reverse=True):
+            at, end = int(timeline.recomputed[m]), timeline._ends[m]
+            self._next_begin[at + 1 : end] = [self._next_begin[end]] * (end - at - 1)
             seconds = timeline.profile.modules[m].checkpoint_s
             self._recomputes[at] = self._recomputes.get(at, 0.0) + seconds
         changed = [i for i, a in enumerate(self._action) if a not in ("keep", "checkpoint")]
@@ -461,6 +459,7 @@ class _Run:
                 nbytes = self._costs[i].moved_bytes
                 full = np.flatnonzero(room[first:at] < nbytes)
                 first = first + int(full[-1]) + 1 if len(full) else min(first, at)
+                first = min(self._next_begin[first], at)
                 until = at + 1 if self._costs[i].packed_bytes else at
                 ahead[first:until] += nbytes
                 room[first:until] -= nbytes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from bitslab.engine.advisor.planning import (
     Candidate,
     Choices,
     ModuleProfile,
+    Packing,
     SiteProfile,
     Solver,
     StepProfile,
@@ -80,6 +82,19 @@ def layers_profile(n_layers: int, *, link_bytes_per_s: float, replays: bool) -> 
     )
 
 
+def packed(profile: StepProfile) -> StepProfile:
+    """Return a step whose tensors may be packed, by codecs that gain much, and nothing."""
+
+    def codecs(nbytes: int) -> dict[str, Packing]:
+        return {
+            "ibp-blob": Packing(0.72, nbytes / 700e9, nbytes / 1500e9),
+            "zvc": Packing(0.99, nbytes / 900e9, nbytes / 1500e9),
+        }
+
+    sites = (replace(site, packings=codecs(site.nbytes)) for site in profile.sites)
+    return replace(profile, sites=tuple(sites))
+
+
 def by_hand(timeline: Timeline, moved: Collection[int], n_kept: int) -> Choices:
     """Return the plan that moves or replays some layers, keeps the last and checkpoints others."""
     chosen = {}
@@ -118,12 +133,24 @@ def test_equal_layers_are_planned_as_well_as_by_hand(replays: bool, times: float
     assert found.prediction.step_s <= least_by_hand_s(timeline, limit) * 1.001
 
 
-def test_checkpointing_is_beaten_at_its_own_peak() -> None:
-    timeline = Timeline(layers_profile(16, link_bytes_per_s=55e9, replays=True))
+@pytest.mark.parametrize("packs", [False, True])
+def test_checkpointing_is_beaten_at_its_own_peak(packs: bool) -> None:
+    profile = layers_profile(16, link_bytes_per_s=55e9, replays=True)
+    timeline = Timeline(packed(profile) if packs else profile)
     checkpointed = timeline.predict(by_hand(timeline, (), 0))
     found = Solver(timeline).solve(checkpointed.peak_bytes)
     assert found.prediction.peak_bytes <= checkpointed.peak_bytes + 0.5
     assert found.prediction.step_s <= 0.9 * checkpointed.step_s
+
+
+@pytest.mark.parametrize("times", [1.0, 1.5])
+@pytest.mark.parametrize("replays", [True, False])
+def test_codecs_make_no_plan_of_equal_layers_slower(replays: bool, times: float) -> None:
+    plain = layers_profile(16, link_bytes_per_s=55e9, replays=replays)
+    limit = times * checkpointed_bytes(Timeline(plain))
+    raw, found = (Solver(Timeline(each)).solve(limit) for each in (plain, packed(plain)))
+    assert found.fits
+    assert found.prediction.step_s <= raw.prediction.step_s * 1.002
 
 
 @pytest.mark.parametrize("link_bytes_per_s", [25e9, 55e9])

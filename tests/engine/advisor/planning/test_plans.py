@@ -268,7 +268,7 @@ PACKED, PACKED_LIMIT = drawn_profile(8, 20), 104_109_053
 
 def test_what_packing_adds_to_compute_is_corrected_apart_from_it() -> None:
     """The device computes 1.1 times as long as profiled; packing beside that takes four times."""
-    profile, limit_bytes = drawn_profile(2, 20), 192_883_354
+    profile, limit_bytes = drawn_profile(2, 20), 161_176_066
     plan = make_plan(profile, memory_bytes=limit_bytes)
     true = profile.scaled(compute=1.1, encoding=4.0)
     timeline = Timeline(true)

@@ -105,8 +105,6 @@ def test_copies_that_compute_hides_cost_nothing() -> None:
     # There is room for it from when the last one is freed, after the read of the middle one.
     timeline = Timeline(layers([4, 4, 4]))
     assert timeline.moments[trace.fetch_at[0]] == pytest.approx(0.06)
-    assert timeline.next_read(trace.fetch_at[0]) == 1
-    assert timeline.next_read(timeline.turn) == 2
 
 
 def test_the_device_waits_for_memory_and_for_what_is_not_back() -> None:
@@ -287,6 +285,27 @@ def test_drawn_plans_keep_to_the_limit_and_account_for_all_seconds(seed: int) ->
         assert trace.moments_s == sorted(trace.moments_s)
         roomy = timeline.predict(choices, limit_bytes=plain.peak_bytes * 3)
         assert roomy.forward_stall_s == 0
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_fetch_begins_amid_a_module_that_is_computed_again(seed: int) -> None:
+    """But with the read itself: what such a module reads is not seen."""
+    draw = random.Random(seed)
+    timeline = Timeline(drawn_profile(seed, 30))
+    fetches = 0
+    for _ in range(20):
+        choices = random_choices(timeline, draw)
+        limit = float(timeline.floor(choices).max()) * draw.uniform(1.0, 1.5)
+        _, trace = timeline.follow(choices, limit_bytes=limit)
+        fetches += len(trace.fetch_at)
+        inside = [
+            (timeline.recomputed[m], timeline._ends[m])
+            for m in np.flatnonzero(choices.checkpointed)
+        ]
+        reads = timeline.needed(choices)[1]
+        for i, at in trace.fetch_at.items():
+            assert at == reads[i] or not any(begin < at < end for begin, end in inside)
+    assert fetches
 
 
 def test_choices_are_checked() -> None:
