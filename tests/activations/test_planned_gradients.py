@@ -89,7 +89,8 @@ class DrawnPolicy(PlannedPolicy):
             self.proven.update(self._modules._proven)
         names = [f"{i}:{j}" for i in range(4) for j in range(3)]
         draw = random.Random(self.seed)
-        fetches = {draw.choice(["", *names]): tuple(draw.sample(names, 3)) for _ in range(4)}
+        begins = ["", *names, *([] if self._modules is None else self._modules.modules)]
+        fetches = {draw.choice(begins): tuple(draw.sample(names, 3)) for _ in range(4)}
         entered.plan = PassPlan(
             fetches=fetches,
             reads={draw.choice(["", *names]): tuple(draw.sample(names, 3)) for _ in range(2)},

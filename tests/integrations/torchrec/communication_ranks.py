@@ -148,8 +148,9 @@ def rows_of_others_cost_nothing_row_wise() -> None:
     plain, compressed = pair.step(batch(dist.get_rank(), bags=64, least=1, most=1))
     assert torch.equal(plain, compressed)
     pair.check_trained_alike()
+    summed = device().type == "cpu"  # gradients of tables on a GPU go back for all bags
     for raw, moved, back, _ in pair.moved().values():
-        assert moved < 0.8 * raw and back < 0.9 * raw
+        assert moved < 0.8 * raw and (back < 0.9 * raw) == summed, (raw, moved, back)
 
 
 def bounded(plan: str, bound: Any, limit: float, **options: Any) -> None:
