@@ -164,6 +164,8 @@ class StoredCopy:
 
     codec: BlobCodec | None = None
     is_lossy = False
+    #: Whether `fetched` may be too small for it: its size was not known.
+    is_fetched_short = False
     #: What encodes and decodes it, where it crosses encoded.
     swap: FlatCodec | None = None
     host: HostMemory | None = None

@@ -7,11 +7,12 @@ import torch
 from ..engine.codecs.blob import FlatCodec
 from ..engine.kernels.cpu.blob_copy import copy_blob
 from ..engine.tasks import ThreadTask
-from ..engine.transfer import Mark, StreamLane, ThreadLane
+from ..engine.transfer import Mark, StreamLane, ThreadLane, wait_on_host
+from .copies import StoredCopy
 from .host_room import HostMemory
 from .moments import Moment
 from .staging import copy_blob_on_gpu
-from .traffic import encode
+from .traffic import encode, used_bytes
 
 
 def send(
@@ -74,6 +75,23 @@ def bring(
     assert not isinstance(after, ThreadTask)  # of the stream that computes
     lane.wait(stored)
     return lane.queue_on(copy_blob_on_gpu, host, out, expected_bytes, after=after)
+
+
+def came_whole(copy: StoredCopy, lane: StreamLane | ThreadLane) -> bool:
+    """Return whether all of a copy was fetched whose size was not known; else it is forgotten.
+
+    The host, which is ahead of the device, waits for its size.
+    """
+    copy.is_fetched_short = False
+    stored, host, fetched = copy.stored, copy.host, copy.fetched
+    assert stored is not None and host is not None and fetched is not None
+    wait_on_host(stored)
+    if used_bytes(host) <= fetched.nbytes:
+        return True
+    if isinstance(lane, StreamLane):
+        lane.keep(fetched)
+    copy.fetched = copy.arrived = None
+    return False
 
 
 def copy_on_host(flat: torch.Tensor, host: torch.Tensor) -> None:

@@ -33,16 +33,16 @@ from ..engine.memory.locks import call_after_fork, current_process
 from ..engine.tasks import ThreadTask
 from ..engine.transfer import Mark, StreamEvent, StreamLane, ThreadLane, record_on, wait_on_host
 from .copies import StoredCopy
-from .crossing import HostEncoder, bring, send
+from .crossing import HostEncoder, bring, came_whole, send
 from .host_packing import CodecOf, HostPacking, RawOnHost
 from .host_room import HostMemory, HostRoom, Swaps
 from .limits import STAGED_COPIES, usual_in_flight_bytes
 from .moments import Moment, now
 from .on_disk import DiskMoves
 from .originals import Originals
-from .staging import StagedBlob, Staging
+from .staging import StagedBlob, Staging, release_in_order
 from .tiers import Tier, Tiers
-from .traffic import Observed, SentBlob, Traffic, encode, is_done, used_bytes
+from .traffic import Observed, SentBlob, Traffic, encode
 
 
 class Executor:
@@ -346,24 +346,12 @@ class Executor:
         traffic = self.traffic
         if traffic.unknown or traffic.timed:
             traffic.poll()
-        originals, staging = self._originals, self._staging
         raw_bytes = allowed_bytes
         if self._stages and self.is_planned:  # both count, and nothing beyond
-            staging.release(sys.maxsize, 0, current)
-            raw_bytes -= staging.unsure_bytes
-            # They cross in order: who waited for a later one would wait for all.
-            while staging.sending_bytes + originals.in_flight_bytes > raw_bytes:
-                if staging.oldest < originals.oldest:
-                    staging.release_oldest()
-                elif originals.in_flight_bytes:
-                    held_bytes = originals.unsure_bytes + originals.in_flight_bytes
-                    originals.release(held_bytes - 1, current)
-                else:
-                    break
-            raw_bytes -= staging.sending_bytes
+            raw_bytes -= release_in_order(self._staging, self._originals, allowed_bytes, current)
         elif self._stages:
-            staging.release(allowed_bytes, STAGED_COPIES, current)
-        originals.release(raw_bytes, current)
+            self._staging.release(allowed_bytes, STAGED_COPIES, current)
+        self._originals.release(raw_bytes, current)
         if self._disk is not None:
             self._disk.poll(allowed_bytes if self._waits_for_disk or self.is_planned else None)
 
@@ -441,11 +429,9 @@ class Executor:
                 used = host.nbytes
             elif copy.codec is not None:
                 assert host is not None and stored is not None and copy.blob is not None
-                learnt = copy.blob.used_bytes
-                known = learnt is not None or is_done(stored)
-                if learnt is None:
-                    learnt = used_bytes(host) if known else host.nbytes
-                used = learnt
+                of, planned = (copy.blob, stored, host), self.is_planned
+                used, known = self.traffic.bytes_to_fetch(*of, planned=planned)
+                copy.is_fetched_short = not known and used < host.nbytes
             assert stored is not None
             # Of the stream that computes, behind whose work it is filled and given back.
             form = copy.form
@@ -554,6 +540,9 @@ class Executor:
         if copy.arrived is None:
             self.fetch(copy, now=True)
         fetched, arrived = copy.fetched, copy.arrived
+        if copy.is_fetched_short and not came_whole(copy, self._in):
+            self.fetch(copy, now=True)
+            fetched, arrived = copy.fetched, copy.arrived
         assert arrived is not None
         copy.fetched = copy.arrived = copy.reading = None
         if not isinstance(arrived, ThreadTask):

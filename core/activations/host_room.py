@@ -29,6 +29,8 @@ MOST_SWAPS = 4096
 #: Room for a blob over the largest of late, for what differs from step to step.
 MARGIN = 1.125
 SPARE_BYTES = 4096
+#: The same on the device, of what comes back before its size is known, in a pass with a plan.
+FETCHED_MARGIN = 1.02
 #: Of how much less a blob needs than that, this share is forgotten.
 FORGET = 1 / 8
 
@@ -42,13 +44,15 @@ class LearntSizes:
     def __init__(self) -> None:
         self._most: dict[tuple[str, str], float] = {}
 
-    def room(self, site: str, codec_name: str, nbytes: int, bound: int) -> int:
+    def room(
+        self, site: str, codec_name: str, nbytes: int, bound: int, margin: float = MARGIN
+    ) -> int:
         """Return the bytes to reserve for the blob of a tensor of `nbytes`.
 
         `bound` where nothing is known of its site. A blob may need more, up to `bound`.
         """
         share = self._most.get((site, codec_name))
-        return bound if share is None else min(bound, int(share * nbytes * MARGIN) + SPARE_BYTES)
+        return bound if share is None else min(bound, int(share * nbytes * margin) + SPARE_BYTES)
 
     def expected(self, site: str, codec_name: str, nbytes: int) -> int:
         """Return what the blob of a tensor of `nbytes` is likely to need; 0 where nothing is known.

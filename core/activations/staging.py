@@ -29,6 +29,7 @@ from ..engine.transfer import Event, StreamLane, copy_on
 from .copies import StoredCopy
 from .host_room import HostMemory
 from .limits import STAGED_COPIES
+from .originals import Originals
 from .traffic import SentBlob
 
 
@@ -265,6 +266,31 @@ class Staging:
         copy = ref()
         if copy is not None and copy.staged is staged:
             copy.staged = None
+
+
+def release_in_order(
+    staging: Staging, originals: Originals, allowed_bytes: int, current: torch.cuda.Stream | None
+) -> int:
+    """Give back what is sent first, staged or not, until no more is under way than is allowed.
+
+    Copies cross in order: whoever waited for a later one would wait for all.
+
+    Returns
+    -------
+    int
+        Bytes of what is staged still, and counts.
+    """
+    staging.release(sys.maxsize, 0, current)
+    allowed_bytes -= staging.unsure_bytes
+    while staging.sending_bytes + originals.in_flight_bytes > allowed_bytes:
+        if staging.oldest < originals.oldest:
+            staging.release_oldest()
+        elif originals.in_flight_bytes:
+            held_bytes = originals.unsure_bytes + originals.in_flight_bytes
+            originals.release(held_bytes - 1, current)
+        else:
+            break
+    return staging.unsure_bytes + staging.sending_bytes
 
 
 def copy_blob_on_gpu(

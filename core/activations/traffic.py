@@ -14,7 +14,7 @@ import torch
 from ..engine.codecs.blob import HEADER_BYTES, FlatCodec
 from ..engine.tasks import ThreadTask
 from ..engine.transfer import Mark, wait_on_host
-from .host_room import HostMemory, LearntSizes
+from .host_room import FETCHED_MARGIN, HostMemory, LearntSizes
 from .moments import Moment, has_passed, now, seconds_between
 
 #: Of so many encodings, and of so many decodings, one is timed: events cost the host a little.
@@ -165,6 +165,22 @@ class Traffic:
             self._came_back(site, nbytes, blob.used_bytes)
         else:
             blob.reads += 1
+
+    def bytes_to_fetch(
+        self, blob: SentBlob, stored: Mark, host: HostMemory, *, planned: bool
+    ) -> tuple[int, bool]:
+        """Return what an encoded copy comes back into, and whether its size is known.
+
+        Where it is not, all that it may be, but where memory is `planned` what such copies need.
+        """
+        if blob.used_bytes is not None:
+            return blob.used_bytes, True
+        if is_done(stored):
+            return used_bytes(host), True
+        if not planned:
+            return host.nbytes, False
+        of = blob.site, blob.codec_name, blob.nbytes
+        return self.sizes.room(*of, host.nbytes, FETCHED_MARGIN), False
 
     def left(self, nbytes: int) -> None:
         """Count bytes that are on the host alone from now on."""

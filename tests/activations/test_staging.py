@@ -22,7 +22,9 @@ SITES = 10
 class Step:
     """Saves tensors of some sites, as a forward pass does."""
 
-    def __init__(self, executor: Executor, streams: Streams, codec: DelayedZvc) -> None:
+    def __init__(
+        self, executor: Executor, streams: Streams, codec: DelayedZvc, planned_bytes: int | None
+    ) -> None:
         self.executor, self.streams = executor, streams
         self.made = Pass(0, set())
         self.copies: list[tuple[StoredCopy, torch.Tensor]] = []
@@ -38,6 +40,8 @@ class Step:
                 t, values = t.view(-1, 4), values.view(-1, 4)
                 form = SavedForm(t, t.untyped_storage())
             copy = StoredCopy(f"{i}:0", t.detach(), span_of(t), t, 0, self.made, form)
+            if planned_bytes is not None:
+                executor.bound_in_flight(planned_bytes)
             executor.store(copy, codec if encoded else None)
             self.copies.append((copy, values))
             streams.progress()
@@ -55,18 +59,19 @@ class Step:
         assert all(torch.equal(t, expected) for t, expected in found)
 
 
+@pytest.mark.parametrize("planned", [False, True], ids=["", "planned"])
 @pytest.mark.parametrize("in_flight_bytes", [0, 1 << 14, 1 << 16, 1 << 30])
 @pytest.mark.parametrize("lossy", [False, True])
 @pytest.mark.parametrize("seed", range(3))
 def test_every_bit_comes_back_in_any_order_of_streams(
-    seed: int, lossy: bool, in_flight_bytes: int, monkeypatch: pytest.MonkeyPatch
+    seed: int, lossy: bool, in_flight_bytes: int, planned: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(seed)
     streams, codec = delayed(monkeypatch, seed, lossy)
     failures: list[Any] = []
     executor = Executor(CPU, in_flight_bytes, lambda *_: None, lambda *each: failures.append(each))
     for _ in range(6):
-        step = Step(executor, streams, codec)
+        step = Step(executor, streams, codec, in_flight_bytes if planned else None)
         if streams.random.random() < 0.2:
             executor.close()
         if streams.random.random() < 0.2:
@@ -113,6 +118,46 @@ def test_a_planned_bound_waits_for_what_was_sent_first(
     executor.bound_in_flight(sum(sizes[over:]), now=True)
     waits = [any(each is mark.passed for each in streams.current.queue) for mark in marks]
     assert waits == [i < over for i in range(len(copies))]
+
+
+def test_what_comes_back_before_its_size_is_known_takes_what_it_is_likely_to_need(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a planned pass; where that is too little, it is brought back once more."""
+    streams, codec = delayed(monkeypatch, 0)
+    executor = Executor(CPU, 1 << 30, lambda *_: None, lambda *_: None)
+
+    def sent(zeros: float) -> tuple[StoredCopy, torch.Tensor]:
+        t = torch.randn(1 << 14)
+        t = t.where(torch.rand_like(t) >= zeros, 0.0)
+        copy = StoredCopy("0:0", t, span_of(t), t, 0, Pass(0, set()))
+        executor.bound_in_flight(0)
+        executor.store(copy, codec)
+        return copy, t.clone()
+
+    for _ in range(3):  # learns what is needed
+        copy, _ = sent(0.9)
+        streams.drain()
+        executor.bytes_of(copy, False)
+    brought: list[StoredCopy] = []
+    real = executor.fetch
+
+    def fetch(copy: StoredCopy, **options: Any) -> None:
+        brought.append(copy)
+        real(copy, **options)
+
+    monkeypatch.setattr(executor, "fetch", fetch)
+    for zeros, fetches in ((0.9, 1), (0.1, 2)):
+        with monkeypatch.context() as ahead:
+            ahead.setattr(streams, "progress", lambda: None)  # the host is far ahead
+            copy, expected = sent(zeros)
+            executor.fetch(copy)
+        assert copy.fetched is not None and copy.fetched.nbytes < copy.nbytes // 4
+        found = executor.bytes_of(copy, False)
+        streams.drain()
+        assert torch.equal(found, expected)
+        assert len(brought) == fetches
+        brought.clear()
 
 
 def test_what_cannot_be_sent_again_remains_staged(monkeypatch: pytest.MonkeyPatch) -> None:
