@@ -87,9 +87,8 @@ class Executor:
     ) -> None:
         self.device, self.on_gpu = device, device.type == "cuda"
         self._waits_for_disk = in_flight_bytes is not None
-        if in_flight_bytes is None:
-            in_flight_bytes = usual_in_flight_bytes(device)
-        self.in_flight_bytes = self._usual_in_flight_bytes = in_flight_bytes
+        usual = usual_in_flight_bytes(device) if in_flight_bytes is None else in_flight_bytes
+        self.in_flight_bytes = self._usual_in_flight_bytes = usual
         self._tiers = tiers or Tiers()
         self._inherited: dict[str, object] = {}
         self._chooses_tier = self._tiers.disk is not None or self._tiers.limit is not None
@@ -124,8 +123,7 @@ class Executor:
         self._originals = Originals(
             self.device, self.traffic, self._wait, self._failed, self._send_again
         )
-        numbers = self.traffic.numbers
-        self._staging = Staging(self._originals.give_up, self._settle_staged, numbers)
+        self._staging = Staging(self._originals.give_up, self._settle_staged, self.traffic.numbers)
         self._disk: DiskMoves | None = None
         if self._tiers.disk is not None:
             self._disk = DiskMoves(self._tiers.disk, self._room, self.traffic, self.on_gpu)
@@ -217,6 +215,9 @@ class Executor:
                 lane, out = self._encoding, self._out
                 assert isinstance(lane, StreamLane) and isinstance(out, StreamLane)
                 if encoded:
+                    if self._stages and self.is_planned:  # it counts from now on
+                        left = self.in_flight_bytes - most
+                        release_in_order(self._staging, self._originals, left, home)
                     self._stages = True
                     staged = StagedBlob(most, lane, out, home, self.process)
                 # Behind what took the memory of `staged`, too: one event, recorded anew.
@@ -234,11 +235,10 @@ class Executor:
                 raise
             if on_gpu:
                 copy.events.append(copy.stored)  # type: ignore[arg-type]
-            if disk is not None:
-                if codec is None:
-                    disk.write(copy, copy.stored, copy.nbytes)
-                else:
-                    disk.write_when_sized(copy)
+            if disk is not None and codec is None:
+                disk.write(copy, copy.stored, copy.nbytes)
+            elif disk is not None:
+                disk.write_when_sized(copy)
             if staged is not None:
                 self._staging.add(copy, staged, room < most)
             elif room < most:
@@ -428,9 +428,9 @@ class Executor:
                 host = reading.result()
                 used = host.nbytes
             elif copy.codec is not None:
-                assert host is not None and stored is not None and copy.blob is not None
-                of, planned = (copy.blob, stored, host), self.is_planned
-                used, known = self.traffic.bytes_to_fetch(*of, planned=planned)
+                blob, planned = copy.blob, self.is_planned
+                assert host is not None and stored is not None and blob is not None
+                used, known = self.traffic.bytes_to_fetch(blob, stored, host, planned=planned)
                 copy.is_fetched_short = not known and used < host.nbytes
             assert stored is not None
             # Of the stream that computes, behind whose work it is filled and given back.

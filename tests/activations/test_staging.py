@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from bitslab.activations import staging
 from bitslab.activations.copies import Pass, StoredCopy
 from bitslab.activations.executor import Executor
 from bitslab.activations.forms import SavedForm
@@ -108,16 +109,49 @@ def test_a_planned_bound_waits_for_what_was_sent_first(
         sent(True)
         streams.drain()
     executor.close()
-    monkeypatch.setattr(streams, "progress", lambda: None)  # the host is far ahead
-    copies = [sent(encoded) for encoded in (False, True, False, True)]
-    staged: list[Any] = [copy.staged for copy in copies]
-    marks: list[Any] = [b.sent if b else c.stored for b, c in zip(staged, copies, strict=True)]
-    streams.current.queue.clear()  # of what had to be encoded
-    # Of encoded ones the memory that they may need counts.
-    sizes = [b.data.nbytes if b else c.nbytes for b, c in zip(staged, copies, strict=True)]
-    executor.bound_in_flight(sum(sizes[over:]), now=True)
-    waits = [any(each is mark.passed for each in streams.current.queue) for mark in marks]
-    assert waits == [i < over for i in range(len(copies))]
+    with monkeypatch.context() as ahead:
+        ahead.setattr(streams, "progress", lambda: None)  # the host is far ahead
+        copies = [sent(encoded) for encoded in (False, True, False, True)]
+        staged: list[Any] = [copy.staged for copy in copies]
+        marks: list[Any] = [b.sent if b else c.stored for b, c in zip(staged, copies, strict=True)]
+        before = len(streams.current.queue)  # of what had to be encoded
+        # Of encoded ones the memory that they may need counts.
+        sizes = [b.data.nbytes if b else c.nbytes for b, c in zip(staged, copies, strict=True)]
+        executor.bound_in_flight(sum(sizes[over:]), now=True)
+        waited = streams.current.queue[before:]
+        assert [any(each is mark.passed for each in waited) for mark in marks] == [
+            i < over for i in range(len(copies))
+        ]
+    streams.drain()
+    executor.close()
+
+
+def test_memory_to_encode_into_is_taken_when_there_is_room_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a planned pass: what was sent first is waited for before."""
+    streams, codec = delayed(monkeypatch, 0)
+    executor = Executor(CPU, 1 << 30, lambda *_: None, lambda *_: None)
+    n, taken = 1 << 12, []
+    real = staging.StagedBlob.__init__
+
+    def take(self: staging.StagedBlob, nbytes: int, *args: Any) -> None:
+        held = executor._staging.sending_bytes + executor._originals.in_flight_bytes
+        taken.append(held + nbytes)
+        real(self, nbytes, *args)
+
+    monkeypatch.setattr(staging.StagedBlob, "__init__", take)
+    bound = 3 * 4 * n
+    with monkeypatch.context() as ahead:
+        ahead.setattr(streams, "progress", lambda: None)  # the host is far ahead
+        for i in range(12):
+            t = torch.randn(n)
+            copy = StoredCopy("0:0", t, span_of(t), t, 0, Pass(0, set()))
+            executor.bound_in_flight(bound)
+            executor.store(copy, codec if i % 3 else None)
+    assert len(taken) == 8 and 2 * 4 * n < max(taken) <= bound
+    streams.drain()
+    executor.close()
 
 
 def test_what_comes_back_before_its_size_is_known_takes_what_it_is_likely_to_need(
