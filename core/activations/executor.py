@@ -215,7 +215,7 @@ class Executor:
                 lane, out = self._encoding, self._out
                 assert isinstance(lane, StreamLane) and isinstance(out, StreamLane)
                 if encoded:
-                    if self._stages and self.is_planned:  # it counts from now on
+                    if self.is_planned:  # it counts from now on
                         left = self.in_flight_bytes - most
                         release_in_order(self._staging, self._originals, left, home)
                     self._stages = True
@@ -402,10 +402,10 @@ class Executor:
                 assert self._disk is not None
                 self._disk.read(copy)
 
-    def fetch(self, copy: StoredCopy, *, now: bool = False) -> None:
+    def fetch(self, copy: StoredCopy, *, now: bool = False, again: bool = False) -> None:
         """Begin to bring a copy back, if it is not here or coming already.
 
-        One that comes from the disk crosses to a GPU when it has been read, or is waited for `now`.
+        From a disk it crosses to a GPU when it was read, or waited for `now`; `again`: not counted.
         """
         with self._lock:
             if copy.is_here:
@@ -413,7 +413,7 @@ class Executor:
             stored, raw = copy.stored, copy.on_host
             # In this order: see `RawOnHost.packed`.
             host = copy.host if raw is None else raw.host
-            used, known = copy.nbytes, True
+            used, known, short = copy.nbytes, True, False
             if copy.ticket is not None:
                 assert self._disk is not None
                 reading = self._disk.read(copy)
@@ -431,7 +431,7 @@ class Executor:
                 blob, planned = copy.blob, self.is_planned
                 assert host is not None and stored is not None and blob is not None
                 used, known = self.traffic.bytes_to_fetch(blob, stored, host, planned=planned)
-                copy.is_fetched_short = not known and used < host.nbytes
+                short = not known and used < host.nbytes
             assert stored is not None
             # Of the stream that computes, behind whose work it is filled and given back.
             form = copy.form
@@ -449,7 +449,7 @@ class Executor:
                     begin = self._begin_event or self._new_begin(self._in)
                     begin.record(home)
                 copy.filling = self._in  # first: what fails below may have been launched
-            copy.fetched = fetched
+            copy.fetched, copy.is_fetched_short = fetched, short
             arrived: Mark
             if host is None:
                 assert raw is not None and raw.packed is not None and self._packing is not None
@@ -469,7 +469,8 @@ class Executor:
                 if not isinstance(arrived, ThreadTask):
                     copy.events[:] = (arrived,)
             copy.arrived = arrived
-            self.traffic.fetched(copy.name, copy.nbytes, copy.blob)
+            if not again:
+                self.traffic.fetched(copy.name, copy.nbytes, copy.blob)
 
     def bytes_of(self, copy: StoredCopy, more: bool) -> torch.Tensor:
         """Return the bytes of a copy, ``[n]`` of its dtype or of its `form`, on the device.
@@ -539,10 +540,9 @@ class Executor:
         """Return the bytes of a copy as they crossed; what computes waits for them."""
         if copy.arrived is None:
             self.fetch(copy, now=True)
-        fetched, arrived = copy.fetched, copy.arrived
         if copy.is_fetched_short and not came_whole(copy, self._in):
-            self.fetch(copy, now=True)
-            fetched, arrived = copy.fetched, copy.arrived
+            self.fetch(copy, now=True, again=True)
+        fetched, arrived = copy.fetched, copy.arrived
         assert arrived is not None
         copy.fetched = copy.arrived = copy.reading = None
         if not isinstance(arrived, ThreadTask):

@@ -535,9 +535,14 @@ class SavedTensorHooks:
     def _module_begins(self, ref: weakref.ref[PassRecord], name: str, device: torch.device) -> None:
         """Begin what may begin when a checkpointed module of a pass is computed again."""
         record = ref()
-        if record is not None:
+        if record is None:
+            return
+        try:
             with torch.no_grad():
                 self._begin_after(record, name, device)
+        except Exception as error:
+            add_note(error, f"bitslab: while {name!r} began to be computed again")
+            raise
 
     def _begin(self, record: PassRecord, begun: Begun) -> None:
         """Begin reads of a disk, and fetches, which are tried again where a read is not over."""

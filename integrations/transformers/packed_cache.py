@@ -55,6 +55,7 @@ class PackedCache(DynamicCache, SelfAttentionCache):
     """
 
     _pass: ForwardPass | None = None  #: the one under way, or the last one
+    _to_undo: ForwardPass | None = None  #: one that a capture within it has ended
 
     def __init__(
         self,
@@ -139,13 +140,18 @@ class PackedCache(DynamicCache, SelfAttentionCache):
         if layer is None:
             self._check_index(layer_idx)
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        # Before anything is packed or put back, which would be captured.
+        current = self._pass
         if getattr(key_states, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
+            # Nothing is packed or put back here, which would be captured.
+            if current is not None and current.layers and layer_idx > current.layers[-1]:
+                self._to_undo = current
             raise BitslabError(
                 "update(): a CUDA graph is being captured; a packed cache grows with each token, "
                 "which no replay can follow. Capture steps with transformers' StaticCache"
             )
-        current = self._pass
+        if self._to_undo is not None:
+            self._undo_captured()
+            current = self._pass
         if current is None or not current.layers or layer_idx <= current.layers[-1]:
             current = self._pass = ForwardPass(self.undo_pass)
             for each in self._packed.values():
@@ -168,6 +174,22 @@ class PackedCache(DynamicCache, SelfAttentionCache):
             self.undo_pass(current)
             raise
         return found
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens of a layer."""
+        self._undo_captured()
+        return super().get_seq_length(layer_idx)
+
+    def _undo_captured(self) -> None:
+        """Undo the pass in which an update was refused within a capture, behind that."""
+        failed = self._to_undo
+        if failed is None or (
+            torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            and torch.cuda.is_current_stream_capturing()
+        ):
+            return
+        self._to_undo = None
+        self.undo_pass(failed)
 
     def _check_index(self, layer_idx: object) -> None:
         """Raise for what numbers no layer."""
@@ -382,6 +404,7 @@ class PackedCache(DynamicCache, SelfAttentionCache):
         self, prepare: Callable[[CompressedLayer], Commit], plain: Callable[[Any], None]
     ) -> None:
         """Change all layers, or none when one cannot: `prepare` ours, `plain` the others."""
+        self._undo_captured()
         self._pass = None
         commits = [prepare(layer) for layer in self._packed.values()]
         with _as_they_were(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import weakref
 from typing import Any
 
 import pytest
@@ -148,8 +149,8 @@ def test_memory_to_encode_into_is_taken_when_there_is_room_for_it(
             t = torch.randn(n)
             copy = StoredCopy("0:0", t, span_of(t), t, 0, Pass(0, set()))
             executor.bound_in_flight(bound)
-            executor.store(copy, codec if i % 3 else None)
-    assert len(taken) == 8 and 2 * 4 * n < max(taken) <= bound
+            executor.store(copy, codec if i % 4 == 3 else None)
+    assert len(taken) == 3 and 2 * 4 * n < max(taken) <= bound
     streams.drain()
     executor.close()
 
@@ -175,23 +176,29 @@ def test_what_comes_back_before_its_size_is_known_takes_what_it_is_likely_to_nee
         executor.bytes_of(copy, False)
     brought: list[StoredCopy] = []
     real = executor.fetch
+    short: list[Any] = []
 
     def fetch(copy: StoredCopy, **options: Any) -> None:
         brought.append(copy)
+        assert all(ref() is None for ref in short)  # memory is taken once at a time
         real(copy, **options)
+        short.append(weakref.ref(copy.fetched))
 
     monkeypatch.setattr(executor, "fetch", fetch)
     for zeros, fetches in ((0.9, 1), (0.1, 2)):
         with monkeypatch.context() as ahead:
             ahead.setattr(streams, "progress", lambda: None)  # the host is far ahead
             copy, expected = sent(zeros)
+            before = executor.traffic.moved_in_bytes
             executor.fetch(copy)
         assert copy.fetched is not None and copy.fetched.nbytes < copy.nbytes // 4
         found = executor.bytes_of(copy, False)
         streams.drain()
         assert torch.equal(found, expected)
         assert len(brought) == fetches
+        assert executor.traffic.moved_in_bytes - before == copy.nbytes  # counted once
         brought.clear()
+        short.clear()
 
 
 def test_what_cannot_be_sent_again_remains_staged(monkeypatch: pytest.MonkeyPatch) -> None:

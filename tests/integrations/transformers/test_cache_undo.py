@@ -271,6 +271,37 @@ def test_memory_that_is_kept_for_an_undo_is_counted_and_given_back() -> None:
 # What is attended to
 
 
+@pytest.mark.parametrize("asked", [False, True], ids=["", "length-asked"])
+@pytest.mark.parametrize("first", [0, 1, 2])
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_capture_that_begins_within_a_pass_undoes_it_afterwards(
+    kind: str, first: int, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What came before in the pass cannot be put back within the capture; nor is it packed."""
+    cache, plain = (CACHES[kind](transformers.LlamaConfig(num_hidden_layers=3)) for _ in range(2))
+
+    def update(cache: Any, layer: int, n: int, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(10 * seed + layer)
+        k = torch.randn(1, 32, n, 128, generator=generator)
+        keys: torch.Tensor = cache.update(k, k + 1, layer)[0]
+        return keys
+
+    for layer in range(3):
+        update(cache, layer, 40, 0)
+        update(plain, layer, 40, 0)
+    for layer in range(first):
+        update(cache, layer, 1, 1)
+    with monkeypatch.context() as captured:
+        captured.setattr(torch.Tensor, "is_cuda", True)
+        captured.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        with pytest.raises(BitslabError, match="a CUDA graph is being captured"):
+            update(cache, first, 1, 1)
+    if asked:
+        assert [cache.get_seq_length(layer) for layer in range(3)] == [40] * 3
+    for layer in range(3):
+        assert torch.equal(update(cache, layer, 1, 2), update(plain, layer, 1, 2))
+
+
 def sparse(kind: str) -> Any:
     name = {"deepseek_v32": "DeepseekV32", "glm_moe_dsa": "GlmMoeDsa"}[kind]
     config = getattr(transformers, f"{name}Config")(

@@ -38,12 +38,12 @@ class SitePlan:
     reason : str
         A plain sentence with the figures used.
     fetch_after : str, optional
-        The site at whose read its fetch may begin, so that there is room for it; "" for the
-        beginning of the backward pass; None where it is not fetched.
+        The site at whose read its fetch may begin, so that there is room for it; one of a
+        checkpointed module stands for the moment at which that begins to be computed again; "" for
+        the beginning of the backward pass; None where it is not fetched.
     read_after : str, optional
-        The site at whose read it may be read from the SSD to host memory, so that it is there when
-        it is fetched; "" for the beginning of the backward pass; None where it is read when it is
-        fetched.
+        The same of the moment from which on it may be read from the SSD to host memory, so that it
+        is there when it is fetched; None where it is read when it is fetched.
     """
 
     site: str
