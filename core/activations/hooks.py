@@ -78,29 +78,24 @@ class SavedTensorHooks:
     ) -> None:
         self._tiers = tiers or Tiers()
         self.sites: dict[str, SiteCounts] = {}
-        self.kept_bytes_reported = False
+        self.kept_bytes_reported = self.failures_reported = False
         #: By site, the error of the first tensor of it that could not be packed.
         self.failures: dict[str, str] = {}
-        self.failures_reported = False
         #: By site, the form of what it saved last.
         self._forms: dict[str, SavedForm] = {}
         self._policy, self._codecs = policy, codecs
         self._min_bytes, self._select = min_bytes, select
-        self._in_flight_bytes = in_flight_bytes
-        self._order = ReadOrder(depth)
-        self._verifier = verifier
-        self._sm_budget = sm_budget
+        self._in_flight_bytes, self._order = in_flight_bytes, ReadOrder(depth)
+        self._verifier, self._sm_budget = verifier, sm_budget
         self._copies: CopyTable[StoredCopy] = CopyTable()
         self._executors: dict[torch.device, Executor] = {}
-        self._lock = threading.Lock()
+        self._lock, self._local = threading.Lock(), threading.local()
         self._module_names: Mapping[nn.Module, str] = {}
         #: Types of devices whose tensors are moved; None for all.
         self._devices: set[torch.device] | None = None
-        self._local = threading.local()
-        self._passes = 0
+        self._passes, self._unsized = 0, UnsizedCopies()
         #: By micro-batch, its last pass.
         self._last_of: dict[int | None, weakref.ref[PassRecord]] = {}
-        self._unsized = UnsizedCopies()
 
     # Passes
 
@@ -118,8 +113,7 @@ class SavedTensorHooks:
         if not self.inside() and self._policy.begin(entered):
             for counts in list(self.sites.values()):
                 counts.decided(self._choice(counts.site))
-        if entered.plan is not None and entered.plan.modules:
-            entered.module_begins = functools.partial(self._module_begins, weakref.ref(entered))
+        entered.module_begins = self._module_begins
         self._entered().append(entered)
         return entered
 
@@ -532,11 +526,8 @@ class SavedTensorHooks:
         if begun.reads or begun.fetches:
             self._begin(record, begun)
 
-    def _module_begins(self, ref: weakref.ref[PassRecord], name: str, device: torch.device) -> None:
-        """Begin what may begin when a checkpointed module of a pass is computed again."""
-        record = ref()
-        if record is None:
-            return
+    def _module_begins(self, record: PassRecord, name: str, device: torch.device) -> None:
+        """Begin what may begin when a checkpointed module is computed again."""
         try:
             with torch.no_grad():
                 self._begin_after(record, name, device)

@@ -106,8 +106,8 @@ class PassRecord(Pass):
     micro_batch : int or None
         As the training loop said.
     module_begins : callable or None
-        ``module_begins(name, device)`` is to be called when a checkpointed module begins to be
-        computed again, of a plan with such modules.
+        ``module_begins(record, name, device)`` begins what may when a checkpointed module is
+        computed again.
     """
 
     def __init__(self, number: int, parameters: set[int], micro_batch: int | None = None) -> None:
@@ -116,7 +116,7 @@ class PassRecord(Pass):
         self.watcher: Watcher | None = None
         self.serial = False
         self.micro_batch = micro_batch
-        self.module_begins: Callable[[str, torch.device], None] | None = None
+        self.module_begins: Callable[[PassRecord, str, torch.device], None] | None = None
         self._backward_began = False
         #: Copies whose fetches may begin, and wait for their disk.
         self._late: list[StoredCopy] = []
@@ -149,6 +149,11 @@ class PassRecord(Pass):
         late = tuple(copy for copy in self._late if copy.name != name)
         self._late.clear()
         return self._begun(names, late)
+
+    def begin_module(self, name: str, device: torch.device) -> None:
+        """Begin what may begin when a checkpointed module is computed again."""
+        if self.module_begins is not None:
+            self.module_begins(self, name, device)
 
     def begin_backward(self) -> Begun:
         """Return the copies that begin the backward pass; none the second time."""

@@ -61,10 +61,6 @@ MOST_MEASURED = 8
 REPLAN_PASSES = 4
 
 
-def _nothing() -> None:
-    pass
-
-
 class PlannedPolicy:
     """Decides by a plan of a profiled step.
 
@@ -172,8 +168,7 @@ class PlannedPolicy:
     def _begins(self, module: str) -> Callable[[], None]:
         """Return what is to be called when a module of the running pass is computed again."""
         record: PassRecord = self._running.record
-        begins = record.module_begins
-        return _nothing if begins is None else functools.partial(begins, module, self._planned_on)
+        return functools.partial(record.begin_module, module, self._planned_on)
 
     # Decisions
 
