@@ -321,7 +321,12 @@ def point_of(
     report(f"{name}, batch {batch}, {way}")
     job = Job(name, batch, arguments)
     try:
-        return way_point(job, way, limit, arguments.repetitions)
+        found = way_point(job, way, limit, arguments.repetitions)
+        seconds, peak, said = found
+        report(
+            f"{name}, batch {batch}, {way}: {seconds * 1e3:,.1f} ms, {peak / 1e6:,.0f} MB {said}"
+        )
+        return found
     except torch.OutOfMemoryError:
         return None
     finally:
@@ -354,7 +359,7 @@ def larger_batches(
     rows: Rows = []
     keep_s, peak = kept[0] / kept_batch, kept[1]
     limit = planned_limit(peak, arguments.device)
-    for batch in dict.fromkeys(math.ceil(kept_batch * by) for by in GROWTH):
+    for batch in dict.fromkeys(math.ceil(kept_batch * by) for by in arguments.growth):
         point = point_of(name, batch, AT_KEEPS_PEAK, limit, arguments, report)
         if point is None or point[1] > peak:
             took = "more than there is" if point is None else f"{point[1] / 1e6:,.1f} MB"
@@ -392,6 +397,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add(
         "--rok-ways", nargs="+", choices=ROK_WAYS, default=list(ROK_WAYS),
         help="of the ROK curve, besides the planner at the peak of each (default: all)",
+    )  # fmt: skip
+    add(
+        "--growth", nargs="+", type=float, default=list(GROWTH), metavar="TIMES",
+        help="batches in the memory that keeping takes, over its largest (default: ten, 1.25 to 8)",
     )  # fmt: skip
     add("--plot", type=Path, metavar="FILE", help="draw the ROK curves, such as rok.svg")
     add("--steps", type=int, default=24, help="of each plan (default: %(default)s)")

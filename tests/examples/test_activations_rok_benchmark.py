@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -75,6 +76,22 @@ def test_batches_grow_until_keeps_memory_is_full(
     assert {row["of keep"] for row in mine} == {"1.00"}
     assert [each for each in asked if each[0] >= 10] == [(b, 800) for b in (10, 12, 15, 16, 18)]
     assert said[-1] == "llama, batch 18: 0.0 MB, where keeping takes 0.0 MB"
+
+
+def test_ways_and_growth_of_batches_may_be_chosen(
+    script: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    curves = importlib.import_module("activations_rok")
+    peaks = iter([100, 60, 90])
+    monkeypatch.setattr(curves, "Job", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr(curves, "way_point", lambda *_: (0.5, next(peaks), "all"))
+    chosen = ["--rok-ways", "keep", "--batches", "4", "--growth", "1.75"]
+    arguments = script.make_parser().parse_args(["--only", "rok", *TINY.split(), *chosen])
+    said: list[str] = []
+    (rows,) = curves.rok(arguments, said.append).values()
+    ways = ["keep", "planned at keep", "planned at keep's peak"]
+    assert [row["way"] for row in rows] == ways and [row["batch"] for row in rows] == [4, 4, 7]
+    assert said[-1] == "llama, batch 7, planned at keep's peak: 500.0 ms, 0 MB all"
 
 
 def test_a_batch_that_the_device_has_no_room_for_ends_them(
