@@ -29,7 +29,8 @@ class Removable(Protocol):
         """Take everything off a copy of the module's attributes."""
 
 
-Hooked = Callable[[], contextlib.AbstractContextManager[Any]]
+#: Given the arguments of a pass, by place and by name.
+Hooked = Callable[[tuple[Any, ...], dict[str, Any]], contextlib.AbstractContextManager[Any]]
 
 
 class ForwardOverride(MethodOverride):
@@ -42,7 +43,7 @@ class ForwardOverride(MethodOverride):
     module : torch.nn.Module
         The model.
     hooked : callable
-        Returns the context of a pass.
+        Returns the context of a pass; given its arguments.
     returned : callable
         Called with what a pass returns.
     """
@@ -60,7 +61,7 @@ class ForwardOverride(MethodOverride):
 
         @functools.wraps(self.original())
         def forward(*args: Any, **kwargs: Any) -> Any:
-            original, context = begin()
+            original, context = begin(args, kwargs)
             result = None
             try:
                 result = original(*args, **kwargs)
@@ -71,12 +72,14 @@ class ForwardOverride(MethodOverride):
         forward.__signature__ = inspect.signature(self.module.forward)  # type: ignore[attr-defined]
         return torch.compiler.disable(forward, recursive=False)  # type: ignore[no-untyped-call, no-any-return]
 
-    def _begin(self) -> tuple[Callable[..., Any], contextlib.AbstractContextManager[Any] | None]:
+    def _begin(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Callable[..., Any], contextlib.AbstractContextManager[Any] | None]:
         """Return the model's own forward, and the context of this pass, entered."""
         original = self.original()
         if self._hooked is None:  # by whoever kept this function when it was taken off
             return original, None
-        context = self._hooked()
+        context = self._hooked(args, kwargs)
         context.__enter__()
         return original, context
 

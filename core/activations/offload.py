@@ -333,13 +333,23 @@ class ActivationOffload:
             self._tiers.disk.close()
         host_arena().trim()
 
-    def _model_pass(self) -> contextlib.AbstractContextManager[Any]:
+    def _model_pass(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> contextlib.AbstractContextManager[Any]:
         if not torch.is_grad_enabled():
             return contextlib.nullcontext()
-        if self._hooks.inside():
+        if self._hooks.inside() or self._rests(args, kwargs):
             refuse_capture()  # which may have begun within the context
             return contextlib.nullcontext()
         return hooked_pass(self._hooks, self._left_alone, self._note)
+
+    def _rests(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a pass of the model needs no hooks: it saves what others did."""
+        policy = self._policy
+        if not isinstance(policy, PlannedPolicy) or not policy.is_idle:
+            return False
+        model = None if self._attachment is None else self._attachment.model
+        return policy.resting.rests(model is None or model.training, args, kwargs)
 
     def _left_alone(self) -> set[int]:
         """Begin a pass of the model; return the storages of its parameters and buffers."""

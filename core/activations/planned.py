@@ -40,9 +40,10 @@ from .measured_link import measured_link
 from .measured_pass import MeasuredPass
 from .memory_limit import limit_bytes
 from .pass_record import PassPlan, PassRecord
-from .planned_passes import choice_of, pass_plan
+from .planned_passes import choice_of, packed_bytes, pass_plan
 from .planned_tiers import PlannedTiers
 from .policies import CHECKPOINT, KEEP, RAW, Choice, Codecs
+from .resting import MOST_SHARE, RestingPasses
 from .sites import Select, Site, inside_module
 from .step_recorder import RecordedStep, StepRecorder
 from .tiers import Tiers
@@ -112,6 +113,8 @@ class PlannedPolicy:
         self.profile: StepProfile | None = None
         self._pass_plan: PassPlan | None = None
         self._planned_on = torch.device("cpu")
+        self._fits_by_far = False
+        self.resting = RestingPasses()
         self._profiling = False
         self._passes = self._attempts = self._planned_passes = 0
         self._recording: tuple[PassRecord, StepRecorder, ModuleWatch | None, int] | None = None
@@ -169,6 +172,12 @@ class PlannedPolicy:
         """Return what is to be called when a module of the running pass is computed again."""
         record: PassRecord = self._running.record
         return functools.partial(record.begin_module, module, self._planned_on)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all is kept, and fits by far, and nothing is to be profiled."""
+        busy = self._recording is not None or self._earlier is not None or self._larger
+        return self._fits_by_far and not busy and not self._withdrawn
 
     # Decisions
 
@@ -230,10 +239,10 @@ class PlannedPolicy:
                 self._record(entered, number)
             changed |= profiled != self._profiling
             self._profiling = profiled
-            active = self.plan is not None and not self.plan.declined and not self._withdrawn
-            if active and not profiled:
-                entered.plan = self._pass_plan
-                self._measure(entered)
+            if self.plan is not None and not self._withdrawn and not profiled:
+                if not self.plan.declined:
+                    entered.plan = self._pass_plan
+                    self._measure(entered)
                 self._planned_passes += 1
             self._running.record = entered
             return changed
@@ -374,6 +383,11 @@ class PlannedPolicy:
     def _follow(self, plan: Plan, passes: PassPlan, profile: StepProfile) -> None:
         self.plan, self._pass_plan, self.profile = plan, passes, profile
         self._planned_on = self._device()
+        self._fits_by_far = plan.declined and (
+            self._memory is None
+            or plan.plain.peak_bytes <= MOST_SHARE * limit_bytes(self._memory, self._planned_on)
+        )
+        self.resting.forget()
         self._planned_passes = 0
         self._measuring.clear()
         self._steps.clear()
@@ -547,12 +561,7 @@ class PlannedPolicy:
         """Return the bytes that a site's tensor is expected to be packed to."""
         if self.profile is None or self.plan is None:
             return 0.0
-        planned = self.plan.site(site)
-        codec = None if planned is None else planned.candidate.codec
-        found = next((each for each in self.profile.sites if each.site == site), None)
-        if found is None or codec is None or codec not in found.packings:
-            return 0.0
-        return found.nbytes * found.packings[codec].share
+        return packed_bytes(self.plan, self.profile, site)
 
     def notes(self) -> list[str]:
         """Return what is to be known of the plan."""
@@ -564,13 +573,7 @@ class PlannedPolicy:
             return ["Nothing is planned yet: no profiled step is over."]
         found = [f"Plan: {self.plan.summary()}"]
         if not self.plan.declined:
-            made = self.plan.prediction
-            found.append(
-                f"A step is predicted to wait {made.stall_s * 1e3:.3g} ms, to compute again for "
-                f"{made.recompute_s * 1e3:.3g} ms, to pack for {made.codec_s * 1e3:.3g} ms, and to "
-                f"move {made.link_bytes / 1e6:,.1f} MB out and back, of them "
-                f"{made.written_bytes / 1e6:,.1f} to the disk."
-            )
+            found.append(self.plan.prediction.summary())
         profile = self.profile
         if profile is not None and profile.disk is not None:
             movable = sum(each.nbytes for each in profile.sites if each.movable)

@@ -39,6 +39,16 @@ def choice_of(candidate: Candidate, reason: str) -> Choice:
     return Choice(candidate.codec or RAW, reason, candidate.action)
 
 
+def packed_bytes(plan: Plan, profile: StepProfile, site: str) -> float:
+    """Return the bytes that a site's tensor is expected to be packed to; 0 where it is not."""
+    planned = plan.site(site)
+    codec = None if planned is None else planned.candidate.codec
+    found = next((each for each in profile.sites if each.site == site), None)
+    if found is None or codec is None or codec not in found.packings:
+        return 0.0
+    return found.nbytes * found.packings[codec].share
+
+
 def read_ahead_bytes(profile: StepProfile, host_bytes: int | None) -> int:
     """Return the host memory for what is read from a disk ahead of its fetch.
 

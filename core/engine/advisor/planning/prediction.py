@@ -46,3 +46,12 @@ class StepPrediction:
     def stall_s(self) -> float:
         """Seconds in which the device waits."""
         return self.forward_stall_s + self.backward_stall_s
+
+    def summary(self) -> str:
+        """Return what it predicts beside compute, in words."""
+        return (
+            f"A step is predicted to wait {self.stall_s * 1e3:.3g} ms, to compute again for "
+            f"{self.recompute_s * 1e3:.3g} ms, to pack for {self.codec_s * 1e3:.3g} ms, and to "
+            f"move {self.link_bytes / 1e6:,.1f} MB out and back, of them "
+            f"{self.written_bytes / 1e6:,.1f} to the disk."
+        )

@@ -1,0 +1,131 @@
+"""Passes of a planner that has nothing to do: without hooks where others like them were seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import bitslab
+from bitslab.activations.hooks import SavedTensorHooks
+from bitslab.activations.resting import SEEN_EVERY, kind_of
+from tests.activations.test_planned import KEPT_BYTES, ROWS, blocks, steps
+
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_measuring", "holds")
+PLANNED = 5  # passes until the plan is there, and one with hooks behind it
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The rows of each tensor that hooks were given."""
+    found: list[int] = []
+    real = SavedTensorHooks.pack
+
+    def pack(self: SavedTensorHooks, t: torch.Tensor) -> Any:
+        found.append(t.shape[0])
+        return real(self, t)
+
+    monkeypatch.setattr(SavedTensorHooks, "pack", pack)
+    return found
+
+
+def idle(model: nn.Module, **options: Any) -> bitslab.ActivationOffload:
+    options = options or {"memory": "1GiB"}
+    offload = bitslab.offload_activations(model, min_bytes=1024, **options)
+    list(steps(model, PLANNED))
+    assert offload.plan is not None and offload.plan.declined
+    return offload
+
+
+def test_most_passes_have_no_hooks_and_the_same_gradients(seen: list[int]) -> None:
+    model, n = blocks(), 4 * SEEN_EVERY
+    idle(model)
+    plain = blocks()
+    list(steps(plain, PLANNED))
+    seen.clear()
+    passes: list[int] = []
+    expected = list(steps(plain, n))
+    found = list(steps(model, n, between=lambda _: passes.append(len(seen))))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    hooked = sum(a < b for a, b in zip([0, *passes], passes, strict=False))
+    assert hooked == n // SEEN_EVERY
+
+
+def test_a_larger_batch_is_seen_and_planned(seen: list[int]) -> None:
+    model = blocks()
+    # The batch that is planned takes half of it, and the larger one twice.
+    offload = idle(model, memory=2 * KEPT_BYTES)
+    seen.clear()
+    list(steps(model, 3))
+    assert not seen
+    list(steps(model, 16, rows=lambda _: 4 * ROWS))
+    assert 4 * ROWS in seen
+    assert offload.plan is not None and not offload.plan.declined
+    seen.clear()
+    list(steps(model, 2, rows=lambda _: 4 * ROWS))
+    assert seen
+
+
+def test_a_plan_that_hardly_fits_is_followed_with_hooks(seen: list[int]) -> None:
+    model = blocks()
+    idle(model, memory=int(1.2 * KEPT_BYTES))
+    seen.clear()
+    list(steps(model, 2))
+    assert seen
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["from-the-first-pass", "later"])
+def test_a_checkpoint_around_the_model_is_computed_again_as_the_first_time(first: bool) -> None:
+    """It counts what its own hooks are given, which see nothing while others are active."""
+    model, plain = blocks(), blocks()
+    bitslab.offload_activations(model, min_bytes=1024, memory="1GiB")
+    x = torch.randn(ROWS, 32)
+
+    def step(model: nn.Module, around: bool) -> list[torch.Tensor]:
+        given = x.clone().requires_grad_()
+        y = checkpoint(model, given, use_reentrant=False) if around else model(given)
+        y.square().sum().backward()
+        found = [p.grad for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        return found
+
+    for i in range(2 * PLANNED):
+        around = first or i >= PLANNED
+        for a, b in zip(step(model, around), step(plain, around), strict=True):
+            assert torch.equal(a, b)
+
+
+def changed(name: str) -> Callable[[torch.Tensor], tuple[Any, ...]]:
+    ways: dict[str, Callable[[torch.Tensor], tuple[Any, ...]]] = {
+        "rows": lambda t: (t[:2],),
+        "dtype": lambda t: (t.double(),),
+        "gradient": lambda t: (t.clone().requires_grad_(),),
+        "one more": lambda t: (t, t),
+        "a flag": lambda t: (t, True),
+        "a name": lambda t: ({"x": t},),
+    }
+    return ways[name]
+
+
+@pytest.mark.parametrize("way", ["rows", "dtype", "gradient", "one more", "a flag", "a name"])
+def test_other_inputs_are_of_another_kind(way: str) -> None:
+    t = torch.ones(4, 3)
+    assert kind_of(t) == kind_of(torch.zeros(4, 3)) is not None
+    assert kind_of(t, 0.5) == kind_of(t, 0.25)
+    assert kind_of(*changed(way)(t)) not in (None, kind_of(t))
+
+
+class Other(torch.Tensor):
+    """A tensor of some library."""
+
+
+def test_unknown_inputs_have_no_kind() -> None:
+    class Batch:
+        pass
+
+    assert kind_of(torch.ones(2), [Batch()]) is None
+    assert kind_of(torch.Tensor._make_subclass(Other, torch.ones(2))) is None
