@@ -333,23 +333,22 @@ class ActivationOffload:
             self._tiers.disk.close()
         host_arena().trim()
 
-    def _model_pass(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> contextlib.AbstractContextManager[Any]:
+    def _model_pass(self, *given: Any) -> contextlib.AbstractContextManager[Any]:
         if not torch.is_grad_enabled():
             return contextlib.nullcontext()
-        if self._hooks.inside() or self._rests(args, kwargs):
+        if self._hooks.inside() or self._rests(*given):
             refuse_capture()  # which may have begun within the context
             return contextlib.nullcontext()
         return hooked_pass(self._hooks, self._left_alone, self._note)
 
     def _rests(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a pass of the model needs no hooks: it saves what others did."""
-        policy = self._policy
+        policy, attached, tensors = self._policy, self._attachment, self._tensors
         if not isinstance(policy, PlannedPolicy) or not policy.is_idle:
             return False
-        model = None if self._attachment is None else self._attachment.model
-        return policy.resting.rests(model is None or model.training, args, kwargs)
+        assert attached is not None and attached.model is not None and tensors is not None
+        state = attached.model.training, sum(t.requires_grad for t in tensors)
+        return policy.resting.rests(state, args, kwargs)
 
     def _left_alone(self) -> set[int]:
         """Begin a pass of the model; return the storages of its parameters and buffers."""
@@ -365,6 +364,8 @@ class ActivationOffload:
 
     def _returned(self, result: Any) -> None:
         """Take note of outputs, of which what is saved outside of the model is made."""
+        if isinstance(self._policy, PlannedPolicy):
+            self._policy.resting.ended(result is not None and self._policy.is_idle)
         if self._outputs or not torch.is_grad_enabled():
             return
         values = [result]  # of which no graph is kept

@@ -1,24 +1,25 @@
 """Passes without hooks: of a model whose plan changes nothing, with inputs like those of others.
 
 A planner that has nothing to do is to cost nothing: where all is kept, and takes far less than the
-limit, passes whose inputs were seen before are left to torch, but for one in some.
+limit, passes whose inputs were seen before are left to torch, but for one in some of each kind.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+import threading
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 
 #: Returns the hooks of saved tensors that are active in this thread.
 _outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-#: Of passes that are left to torch, one of so many is seen all the same.
+#: Of passes with inputs of a kind, one of so many is seen all the same.
 SEEN_EVERY = 16
 #: Share of the limit that a step's peak may be: what branches a pass takes is not seen.
 MOST_SHARE = 0.75
-#: Kinds of inputs that are known, at most.
-MOST_KINDS = 1024
+#: Kinds of inputs that are known, and values of inputs that are looked at, at most.
+MOST_KINDS, MOST_VALUES = 1024, 64
 #: What decides with its value what a pass does.
 _PLAIN = (bool, int, str, type(None), torch.dtype, torch.device)
 
@@ -27,40 +28,51 @@ class RestingPasses:
     """Which passes are left to torch."""
 
     def __init__(self) -> None:
-        self._known: set[Hashable] = set()
-        self._unseen = 0
+        #: By hash of a kind, the passes since one was seen.
+        self._unseen: dict[int, int] = {}
+        self._local = threading.local()
 
     def forget(self) -> None:
         """Let passes with inputs of each kind be seen again."""
-        self._known.clear()
-        self._unseen = 0
+        self._unseen.clear()
 
-    def rests(self, training: bool, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether a pass is left to torch; else it is seen now.
+    def rests(self, state: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether a pass is left to torch; else it is to be seen.
 
         Parameters
         ----------
-        training : bool
-            Whether the model is in training.
+        state : hashable
+            Of the model, what changes how much it saves.
         args, kwargs
             What it is given.
         """
+        self._local.kind = None
         # A checkpoint around the model that is not reentrant counts what its hooks are given, and
         # does so again when it computes the pass once more, within a backward pass.
         if torch._C._current_graph_task_id() != -1 or _outer_hooks(False) is not None:
             return False
+        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+            return False  # and nothing is seen
         modes = tuple(map(torch.is_autocast_enabled, ("cpu", "cuda")))
-        kind = kind_of(training, modes, args, kwargs)
+        kind = kind_of(args, kwargs)
         if kind is None:
             return False
-        if kind in self._known and self._unseen < SEEN_EVERY - 1:
-            self._unseen += 1
+        key = hash((state, modes, kind))
+        unseen = self._unseen.get(key, SEEN_EVERY)
+        if unseen < SEEN_EVERY - 1:
+            self._unseen[key] = unseen + 1
             return True
-        if len(self._known) >= MOST_KINDS:
-            self._known.clear()
-        self._known.add(kind)
-        self._unseen = 0
+        self._local.kind = key
         return False
+
+    def ended(self, as_planned: bool) -> None:
+        """End a pass of this thread; its kind is known where it saved what was planned."""
+        key, self._local.kind = getattr(self._local, "kind", None), None
+        if key is None or not as_planned:
+            return
+        if len(self._unseen) >= MOST_KINDS:
+            self._unseen.clear()
+        self._unseen[key] = 0
 
 
 def kind_of(*given: Any) -> Hashable | None:
@@ -68,24 +80,31 @@ def kind_of(*given: Any) -> Hashable | None:
 
     Tensors of a kind have shapes, dtypes, devices and a need of gradients alike.
     """
-    found = []
-    for value in given:
-        kind: Hashable | None
-        if isinstance(value, torch.Tensor):
-            if type(value) not in (torch.Tensor, torch.nn.Parameter):
-                return None
-            kind = value.shape, value.dtype, value.device, value.requires_grad
-        elif isinstance(value, _PLAIN):
-            kind = type(value), value
-        elif isinstance(value, float):  # a rate or scale, which changes from step to step
-            kind = float
-        elif type(value) in (tuple, list):
-            kind = kind_of(*value)
-        elif isinstance(value, Mapping) and type(value) is dict:
-            kind = kind_of(*value, *value.values())
-        else:
-            kind = None
-        if kind is None:
+    left = MOST_VALUES
+
+    def of(value: Any) -> Hashable | None:
+        nonlocal left
+        left -= 1
+        kind = type(value)
+        if left < 0:
             return None
-        found.append(kind)
-    return tuple(found)
+        if kind in (torch.Tensor, torch.nn.Parameter):
+            if value.layout != torch.strided or value.is_nested:
+                return None  # whose shapes say little
+            return value.shape, value.dtype, value.device, value.requires_grad
+        if kind in _PLAIN:
+            return kind, value
+        if kind is float:  # a rate or scale, which changes from step to step
+            return kind, value != 0
+        if kind is dict:
+            value = (*value, *value.values())
+        elif kind not in (tuple, list):
+            return None
+        found = []
+        for each in value:
+            found.append(of(each))
+            if found[-1] is None:
+                return None
+        return kind, tuple(found)
+
+    return of(given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -129,3 +130,71 @@ def test_unknown_inputs_have_no_kind() -> None:
 
     assert kind_of(torch.ones(2), [Batch()]) is None
     assert kind_of(torch.Tensor._make_subclass(Other, torch.ones(2))) is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a prototype
+        assert kind_of(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])) is None
+    assert kind_of(torch.ones(2, 2).to_sparse()) is None
+    assert kind_of(list(range(1000))) is None
+
+    class Name(str):
+        __hash__ = None  # type: ignore[assignment]
+
+    assert kind_of(Name("x")) is None
+
+
+@pytest.mark.parametrize("every", [3, 8, 10, 16])
+def test_a_larger_batch_that_is_rare_is_never_left_to_torch(every: int, seen: list[int]) -> None:
+    model = blocks()
+    offload = idle(model, memory=2 * KEPT_BYTES)
+    hooked = 0
+    for i in range(20 * every):
+        large = i % every == every - 1
+        seen.clear()
+        list(steps(model, 1, rows=lambda _: 4 * ROWS if large else ROWS))  # noqa: B023
+        hooked += large and bool(seen)
+        if not offload.plan.declined:  # type: ignore[union-attr]
+            break
+    assert hooked == (i + 1) // every
+
+
+def test_inputs_of_two_kinds_in_turns_are_both_seen(seen: list[int]) -> None:
+    model = blocks()
+    idle(model)
+    for rows in (ROWS, ROWS // 2):
+        list(steps(model, 1, rows=lambda _: rows))  # noqa: B023
+    found = []
+    for i in range(4 * SEEN_EVERY):
+        seen.clear()
+        list(steps(model, 1, rows=lambda _: ROWS // (1 + i % 2)))  # noqa: B023
+        found.append(bool(seen))
+    assert sum(found[::2]) == sum(found[1::2]) == 2
+
+
+@pytest.mark.parametrize("way", ["hooks-off", "error"])
+def test_what_no_hook_has_seen_is_not_known(way: str, seen: list[int]) -> None:
+    model = blocks()
+    idle(model)
+    x = torch.randn(2 * ROWS, 32)
+    if way == "hooks-off":
+        with torch.autograd.graph.disable_saved_tensors_hooks("on purpose"):
+            model(x).square().sum().backward()
+    else:
+        handle = model.get_submodule("0").register_forward_pre_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(x)
+        handle.remove()
+    seen.clear()
+    model(x).square().sum().backward()
+    assert seen
+
+
+def test_layers_that_are_trained_from_now_on_are_seen(seen: list[int]) -> None:
+    model = blocks()
+    model.get_submodule("0").requires_grad_(False)
+    idle(model)
+    seen.clear()
+    list(steps(model, 1))
+    assert not seen
+    model.get_submodule("0").requires_grad_(True)
+    list(steps(model, 1))
+    assert seen
