@@ -27,7 +27,10 @@ _AGAIN = (
 
 
 def hooked_pass(
-    hooks: SavedTensorHooks, parameters: Callable[[], set[int]], note: Callable[[str], None]
+    hooks: SavedTensorHooks,
+    parameters: Callable[[], set[int]],
+    note: Callable[[str], None],
+    rests: Callable[[], bool] = lambda: False,
 ) -> contextlib.AbstractContextManager[None]:
     """Return the context of a forward pass, whose saved tensors are moved where that may be.
 
@@ -39,6 +42,8 @@ def hooked_pass(
         Returns the storages that are left alone; called where a pass begins that is moved.
     note : callable
         Called with what the report is to say.
+    rests : callable
+        Returns whether a pass that might be moved needs no hooks.
 
     Raises
     ------
@@ -52,7 +57,7 @@ def hooked_pass(
         note(_AGAIN)
         return _kept_pass(hooks)
     refuse_capture()
-    return _moved_pass(hooks, parameters())
+    return contextlib.nullcontext() if rests() else _moved_pass(hooks, parameters())
 
 
 def refuse_capture() -> None:

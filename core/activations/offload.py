@@ -336,19 +336,19 @@ class ActivationOffload:
     def _model_pass(self, *given: Any) -> contextlib.AbstractContextManager[Any]:
         if not torch.is_grad_enabled():
             return contextlib.nullcontext()
-        if self._hooks.inside() or self._rests(*given):
+        if self._hooks.inside():
             refuse_capture()  # which may have begun within the context
             return contextlib.nullcontext()
-        return hooked_pass(self._hooks, self._left_alone, self._note)
+        rests = functools.partial(self._rests, *given)
+        return hooked_pass(self._hooks, self._left_alone, self._note, rests)
 
     def _rests(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a pass of the model needs no hooks: it saves what others did."""
-        policy, attached, tensors = self._policy, self._attachment, self._tensors
-        if not isinstance(policy, PlannedPolicy) or not policy.is_idle:
+        policy, model = self._policy, self._attachment and self._attachment.model
+        if not isinstance(policy, PlannedPolicy) or not policy.is_idle or model is None:
             return False
-        assert attached is not None and attached.model is not None and tensors is not None
-        state = attached.model.training, sum(t.requires_grad for t in tensors)
-        return policy.resting.rests(state, args, kwargs)
+        trained = sum(t.requires_grad for t in self._tensors or ())
+        return policy.resting.rests((model.training, trained), args, kwargs)
 
     def _left_alone(self) -> set[int]:
         """Begin a pass of the model; return the storages of its parameters and buffers."""

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-#: Returns the hooks of saved tensors that are active in this thread.
-_outer_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+from ..saved_hooks import present_hooks
+
 #: Of passes with inputs of a kind, one of so many is seen all the same.
 SEEN_EVERY = 16
 #: Share of the limit that a step's peak may be: what branches a pass takes is not seen.
@@ -46,13 +46,10 @@ class RestingPasses:
         args, kwargs
             What it is given.
         """
-        self._local.kind = None
         # A checkpoint around the model that is not reentrant counts what its hooks are given, and
-        # does so again when it computes the pass once more, within a backward pass.
-        if torch._C._current_graph_task_id() != -1 or _outer_hooks(False) is not None:
+        # does so again when it computes the pass once more.
+        if present_hooks() is not None:
             return False
-        if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-            return False  # and nothing is seen
         modes = tuple(map(torch.is_autocast_enabled, ("cpu", "cuda")))
         kind = kind_of(args, kwargs)
         if kind is None:

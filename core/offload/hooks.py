@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from ..errors import BitslabError
+from ..saved_hooks import present_hooks
 from ..tracing import not_traced
 from .fused import FusedUnit
 from .handles import WeightHandle, bound_parameter
@@ -236,10 +237,8 @@ def _has_data(tensor: torch.Tensor) -> bool:
 
 def _present_hooks() -> tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]:
     """Return the functions by which autograd keeps tensors now; torch asks the innermost only."""
-    top = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # not in old torch
-    found = None if top is None else top(True)
     # Detached, because a result that kept itself would never be freed.
-    return found or (torch.Tensor.detach, lambda tensor: tensor)
+    return present_hooks(tracing=True) or (torch.Tensor.detach, lambda tensor: tensor)
 
 
 def aligned(

@@ -23,7 +23,7 @@ _CPU = torch.device("cpu")
 class PackedWatch:
     """Notices whether the rows of a packed input change, from when it is made on.
 
-    The table holds it weakly, as one of its caches, which it tells of updates: while it lives rows
+    The table holds it weakly, as one of the caches that it notifies of updates: while it lives rows
     change by `CompressedTable.update` alone, not by kernels of a GPU.
 
     Parameters

@@ -92,7 +92,7 @@ class Timeline:
         self.module_of = np.array([module.get(site.module, -1) for site in sites], np.intp)
         self._begins = [at[each.begin_s] for each in profile.modules]
         self.recomputed = np.array([at[m.backward_begin_s] for m in profile.modules], np.intp)
-        self._ends = [max(at[m.backward_end_s], at[m.begin_s] + 1) for m in profile.modules]
+        self.ends = [max(at[m.backward_end_s], at[m.begin_s] + 1) for m in profile.modules]
         other = np.full(len(moments), float(profile.unprofiled_bytes))
         for moment, nbytes in profile.other_bytes:
             other[bisect_left(moments, min(moment, profile.end_s)) :] = (
@@ -215,7 +215,7 @@ class Timeline:
         for m in np.flatnonzero(choices.checkpointed).tolist():
             kept = self.profile.modules[m].checkpoint_bytes
             change[self._begins[m]] += kept
-            change[self._ends[m]] -= kept
+            change[self.ends[m]] -= kept
         return np.cumsum(change[:-1]) + self.other, read
 
     def _sized(self, late: Indices) -> Indices:
@@ -334,7 +334,7 @@ class _Run:
         self._next_begin = list(range(len(need) + 1))
         modules = np.flatnonzero(choices.checkpointed)
         for m in sorted(modules.tolist(), key=timeline.recomputed.__getitem__, reverse=True):
-            at, end = int(timeline.recomputed[m]), timeline._ends[m]
+            at, end = int(timeline.recomputed[m]), timeline.ends[m]
             self._next_begin[at + 1 : end] = [self._next_begin[end]] * (end - at - 1)
             seconds = timeline.profile.modules[m].checkpoint_s
             self._recomputes[at] = self._recomputes.get(at, 0.0) + seconds

@@ -299,8 +299,7 @@ def test_no_fetch_begins_amid_a_module_that_is_computed_again(seed: int) -> None
         _, trace = timeline.follow(choices, limit_bytes=limit)
         fetches += len(trace.fetch_at)
         inside = [
-            (timeline.recomputed[m], timeline._ends[m])
-            for m in np.flatnonzero(choices.checkpointed)
+            (timeline.recomputed[m], timeline.ends[m]) for m in np.flatnonzero(choices.checkpointed)
         ]
         reads = timeline.needed(choices)[1]
         for i, at in trace.fetch_at.items():
