@@ -339,12 +339,12 @@ class ActivationOffload:
         if self._hooks.inside():
             refuse_capture()  # which may have begun within the context
             return contextlib.nullcontext()
-        rests = functools.partial(self._rests, *given)
-        return hooked_pass(self._hooks, self._left_alone, self._note, rests)
+        return hooked_pass(self._hooks, self._left_alone, self._note, lambda: self._rests(*given))
 
     def _rests(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a pass of the model needs no hooks: it saves what others did."""
-        policy, model = self._policy, self._attachment and self._attachment.model
+        policy = self._policy
+        model = None if self._attachment is None else self._attachment.model
         if not isinstance(policy, PlannedPolicy) or not policy.is_idle or model is None:
             return False
         trained = sum(t.requires_grad for t in self._tensors or ())
