@@ -39,6 +39,7 @@ from activations_rok import (
     attach,
     checkpoint_layers,
     make_model,
+    warm_up,
     what_of,
 )
 from torch import nn
@@ -53,7 +54,8 @@ WAYS = (
     "keep", "checkpoint", "save_on_cpu", "raw", "planned 55%", "planned 3%", IDLE, "torchtune",
     "trl", "deepspeed", "compile",
 )  # fmt: skip
-#: Steps before those that are timed: of the planner until its plans were compared.
+#: Steps before those that are timed, and more where they are short: of the planner until its plans
+#: were compared.
 WARM_STEPS = {"planned": 20, "compile": 3}
 LIMIT_SHARE, SLOWDOWN = 0.55, 0.03
 #: Before the name of a peer: planned with its peak as the limit.
@@ -244,8 +246,7 @@ def way_row(
     with entered(job, way, base + limit_bytes) as (context, offload):
         warm = next((n for name, n in WARM_STEPS.items() if way.startswith(name)), 2)
         said_before: set[str] = set()
-        for _ in range(warm):
-            job.step(context())
+        for _ in warm_up(job, context, warm):
             if offload is not None and offload.plan is not None:
                 notes = {n for n in offload.report().notes if "were predicted" in n} - said_before
                 said_before |= notes

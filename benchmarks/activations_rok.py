@@ -54,6 +54,8 @@ GROWTH = (1.25, 1.5, 1.8, 2, 2.25, 2.5, 3, 4, 6, 8)
 AT_KEEPS_PEAK = "planned at keep's peak"
 ROK_WAYS = ("keep", "checkpoint", "save_on_cpu", "raw")
 VOCABULARY = 1000
+#: Seconds of steps on a GPU before those that are timed, at least.
+WARM_SECONDS = 8.0
 #: Tensors that are smaller are kept: of small models on a CPU, and on a GPU.
 MIN_BYTES = {"cpu": 16 << 10, "cuda": 256 << 10}
 
@@ -256,6 +258,22 @@ def checkpoint_layers(model: nn.Module) -> None:
     (new or model.gradient_checkpointing_enable)()  # type: ignore[operator]
 
 
+def warm_up(
+    job: Job, context: Callable[[], AbstractContextManager[Any]], steps: int
+) -> Iterator[None]:
+    """Run steps before those that are timed, and yield after each; a GPU's take a while.
+
+    Under load its clocks fall within seconds, so that a way with few such steps would seem faster.
+    """
+    least_s = WARM_SECONDS if job.device.type == "cuda" else 0.0
+    begin = time.perf_counter()
+    done = 0
+    while done < steps or time.perf_counter() - begin < least_s:
+        job.step(context())
+        done += 1
+        yield
+
+
 def way_point(job: Job, way: str, limit: int | None, repetitions: int) -> Point:
     """Return the seconds of a step, its peak in bytes, and what was planned."""
     offload, said = None, ""
@@ -269,8 +287,8 @@ def way_point(job: Job, way: str, limit: int | None, repetitions: int) -> Point:
         offload = attach(job, policy="raw")
     elif way.startswith("planned"):
         offload = attach(job, memory=limit)
-    for _ in range(10 if way.startswith("planned") else 3):
-        job.step(context())
+    for _ in warm_up(job, context, 10 if way.startswith("planned") else 3):
+        pass
     seconds = min(job.step(context()) for _ in range(repetitions))
     peak = job.peak_bytes(lambda: job.step(context()))
     if offload is not None:

@@ -8,6 +8,7 @@ compared when it is read, so that the same programs are refused with the same er
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Iterable
 
 import torch
@@ -17,6 +18,8 @@ from torch.autograd.function import BackwardCFunction
 from ..engine.versions import version_of
 from ..errors import ModifiedInPlaceError
 
+#: Storages by number, with the version of the tensor in it; None for one that several share.
+Storages = dict[int, "tuple[weakref.ref[torch.UntypedStorage], int] | None"]
 #: Functions of autograd between a leaf and what is only another form of it.
 _FORMS = (
     "ToCopy",
@@ -146,18 +149,31 @@ def is_form_of_leaf(t: torch.Tensor) -> bool:
     return False
 
 
+def is_cast_of_leaf(t: torch.Tensor) -> bool:
+    """Return whether a form of a leaf is in memory of its own, as autocast's copies are."""
+    node = (t if t._base is None else t._base).grad_fn
+    for _ in range(_MOST_FORMS):
+        if node is None or node.name() == "ToCopyBackward0":
+            break
+        node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
+    return node is not None and node.name() == "ToCopyBackward0"
+
+
 @functools.cache
 def _is_form(name: str) -> bool:
     return name.rstrip("0123456789").removesuffix("Backward") in _FORMS
 
 
-def storages_of(tensors: Iterable[torch.Tensor | None]) -> set[int]:
-    """Return the numbers of the storages of tensors, while these live.
+def storages_of(tensors: Iterable[torch.Tensor | None]) -> Storages:
+    """Return the storages of tensors by number, None for one that several of these share.
 
     Tensors of a transform of torch.func, which ``functional_call`` gives a model, have none.
     """
-    return {
-        id(t.untyped_storage())
-        for t in tensors
-        if t is not None and type(t) in _PLAIN_TYPES and t.layout is _STRIDED and not _is_wrapped(t)
-    }
+    found: Storages = {}
+    for t in tensors:
+        if t is None or type(t) not in _PLAIN_TYPES or t.layout is not _STRIDED or _is_wrapped(t):
+            continue
+        storage = t.untyped_storage()
+        number = id(storage)
+        found[number] = None if number in found else (weakref.ref(storage), version_of(t))
+    return found

@@ -14,6 +14,7 @@ import torch
 from ..engine.versions import version_of
 from ..errors import ArgumentError
 from .compiled import hook_functions
+from .guards import Storages
 from .hooks import KeptTensor, SavedTensorHooks
 
 _HOOKS_OFF = (
@@ -28,7 +29,7 @@ _AGAIN = (
 
 def hooked_pass(
     hooks: SavedTensorHooks,
-    parameters: Callable[[], set[int]],
+    parameters: Callable[[], Storages],
     note: Callable[[str], None],
     rests: Callable[[], bool] = lambda: False,
 ) -> contextlib.AbstractContextManager[None]:
@@ -78,10 +79,12 @@ def refuse_capture() -> None:
 
 
 @contextlib.contextmanager
-def _moved_pass(hooks: SavedTensorHooks, parameters: set[int]) -> Iterator[None]:
-    functions = hook_functions(hooks.pack, hooks.unpack)
-    hooks.enter(parameters)
+def _moved_pass(hooks: SavedTensorHooks, parameters: Storages) -> Iterator[None]:
+    entered = hooks.enter(parameters)
     try:
+        functions = hook_functions(entered.noting(hooks.pack), hooks.unpack)
+        if entered.operands is not None:
+            entered.operands.unpack = functions[1]
         with torch.autograd.graph.saved_tensors_hooks(*functions):
             yield
     finally:

@@ -17,11 +17,12 @@ from ..errors import BitslabError, add_note
 from .copies import KeptView, SavedView, StoredCopy
 from .executor import Executor
 from .forms import SavedForm
-from .guards import is_computed_again, is_form_of_leaf, is_plain, unchanged
+from .guards import Storages, is_computed_again, is_form_of_leaf, is_plain, unchanged
 from .host_room import HostMemoryError
 from .identity import CopyTable, Span, base_of, span_of
 from .local_copies import LocalCopy, PackedCopy, UnsizedCopies, packed_copy, replayed_copy
 from .lossy import ErrorSample
+from .measured_pass import read_by
 from .moments import now
 from .pass_record import Begun, NamedView, PassRecord, record_of
 from .policies import CHECKPOINT, HOST, KEEP, RAW, REPLAY, Choice, Codecs, Policy
@@ -103,7 +104,7 @@ class SavedTensorHooks:
         """Name sites by modules, and move tensors of some devices only."""
         self._module_names, self._devices = names, devices
 
-    def enter(self, parameters: set[int]) -> PassRecord:
+    def enter(self, parameters: Storages) -> PassRecord:
         """Begin a pass in this thread; storages in `parameters` are left alone."""
         entered = PassRecord(self._passes, parameters, self.micro_batch)
         self._last_of[self.micro_batch] = weakref.ref(entered)
@@ -171,7 +172,7 @@ class SavedTensorHooks:
         except AttributeError:
             passes = self._entered()
         # Threads of autograd, in which a graph of a backward pass is made, are in no pass.
-        current = passes[-1] if passes else PassRecord(-1, set())
+        current = passes[-1] if passes else PassRecord(-1, {})
         storage = t.untyped_storage()
         if id(storage) in current.parameters or is_form_of_leaf(t):
             return t.detach(), version
@@ -464,6 +465,7 @@ class SavedTensorHooks:
         if packed.checksum is not None:
             self._verifier.read(packed, t)
         if replaying:
+            read_by(profile, copy, begin, True)
             return t
         if record.plan is None and not record.serial:
             ahead = None if self._tiers.disk is None else self._read_ahead
@@ -491,9 +493,7 @@ class SavedTensorHooks:
         replaying = self._replays_now()
         if not replaying:
             self._begin_after(record, copy.name, copy.device)
-        # Unpacking is no compute; a replay is.
-        unpacks = record.profile is not None and isinstance(copy, PackedCopy)
-        begin = now(copy.device) if unpacks else None
+        begin = None if record.profile is None else now(copy.device)
         self._local.replays = getattr(self._local, "replays", 0) + 1
         try:
             flat = copy.bytes_of(True if replaying else copy.is_read(packed))
@@ -505,8 +505,7 @@ class SavedTensorHooks:
             self._local.replays -= 1
         if record.watcher is not None:
             record.watcher.held(flat.untyped_storage())
-            if not replaying and record.profile is not None:
-                record.profile.read(copy, now(copy.device) if begin is None else begin)
+            read_by(record.profile, copy, begin, replaying)
         self._verifier.read(packed, t)
         return t
 

@@ -91,7 +91,7 @@ def replayed_copy(
     """Return a tensor that is replayed; None where it is not one that was found exact."""
     if signature is None or span != Span(0, root.nbytes) or root.storage_offset():
         return None
-    replay = replay_of(root)
+    replay = None if made_in.operands is None else replay_of(root, made_in.operands)
     if replay is None or replay.signature != signature:
         return None
     copy = ReplayedCopy(name, flat, span, root, version, made_in)

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import statistics
+
 import torch
 
 from ..engine.advisor.planning import MeasuredStep
-from .copies import KeptView, StoredCopy
+from .copies import KeptView, Profile, StoredCopy
+from .local_copies import ReplayedCopy
 from .moments import Moment, now, seconds_between
 from .pass_record import SavedBytes
 from .sites import Site
 from .step_recorder import watch_end
+
+#: A hook that packs and takes so many times what most of its size do has waited for room as well.
+WAITED = 1.5
 
 
 class MeasuredPass:
@@ -34,12 +40,19 @@ class MeasuredPass:
             torch.cuda.reset_peak_memory_stats(device)
         #: What hooks of tensors that are moved took.
         self._hooks: list[tuple[Moment, Moment]] = []
+        #: What replays took, and of that the reads of what had to come back for them.
+        self._replays: list[tuple[Moment, Moment]] = []
+        self._within: list[tuple[Moment, Moment]] = []
+        #: By number of such a hook, the codec and the bytes; what computes waits for it.
+        self._packed: dict[int, tuple[str, int]] = {}
         #: When the forward pass was over, and how many hooks were.
         self._turn: tuple[Moment, int] | None = None
         self._begin = now(device)
 
     def saved(self, copy: StoredCopy, site: Site, flat: torch.Tensor, begin: Moment) -> None:
         """Count the bytes of a tensor that is moved, while they are here."""
+        if self._device.type == "cuda" and copy.codec is not None:
+            self._packed[len(self._hooks)] = copy.codec.name, copy.nbytes
         self._hooks.append((begin, now(self._device)))
         root = copy.root()
         if root is not None:
@@ -60,9 +73,15 @@ class MeasuredPass:
         self._turn = now(self._device), len(self._hooks)
 
     def read(self, copy: StoredCopy, begin: Moment) -> None:
-        """Take note of the backward pass."""
+        """Take note of the backward pass; unpacking is no compute, a replay is."""
         watch_end(self._watched, self._finish)
-        self._hooks.append((begin, now(self._device)))
+        took = begin, now(self._device)
+        (self._replays if isinstance(copy, ReplayedCopy) else self._hooks).append(took)
+
+    def read_within(self, copy: StoredCopy, begin: Moment) -> None:
+        """Take note of what a replay reads: that is no replay, nor compute."""
+        if not isinstance(copy, ReplayedCopy):
+            self._within.append((begin, now(self._device)))
 
     def read_kept(self, kept: KeptView) -> None:
         """Take note of the backward pass."""
@@ -96,11 +115,41 @@ class MeasuredPass:
         compute_s = self._compute_s(self._end, len(self._hooks))
         forward_s = None if self._turn is None else self._compute_s(*self._turn)
         step_s = seconds_between(self._begin, self._end)
+        within_s = sum(seconds_between(*each) for each in self._within)
+        compute_s = max(0.0, compute_s - within_s)
+        replay_s = max(0.0, sum(seconds_between(*each) for each in self._replays) - within_s)
         return MeasuredStep(
-            step_s, self._peak_bytes, compute_s=compute_s, forward_compute_s=forward_s
+            step_s,
+            self._peak_bytes,
+            compute_s=compute_s,
+            forward_compute_s=forward_s,
+            replay_s=replay_s,
         )
 
     def _compute_s(self, end: Moment, hooks: int) -> float:
-        """Return the seconds up to a moment but for those of as many hooks."""
-        hooks_s = sum(seconds_between(*each) for each in self._hooks[:hooks])
-        return max(0.0, seconds_between(self._begin, end) - hooks_s)
+        """Return the seconds up to a moment but for those of as many hooks that do not pack."""
+        hooks_s = [seconds_between(*each) for each in self._hooks[:hooks]]
+        waited_s = sum(hooks_s) - self._packing_s(hooks_s)
+        return max(0.0, seconds_between(self._begin, end) - waited_s)
+
+    def _packing_s(self, hooks_s: list[float]) -> float:
+        """Return what hooks packed in, without those seconds in which they waited for room."""
+        by_size: dict[tuple[str, int], list[float]] = {}
+        for i, packed in self._packed.items():
+            if i < len(hooks_s):
+                by_size.setdefault(packed, []).append(hooks_s[i])
+        return sum(
+            min(seconds, WAITED * statistics.median(took))
+            for took in by_size.values()
+            for seconds in took
+        )
+
+
+def read_by(profile: Profile | None, copy: StoredCopy, begin: Moment | None, within: bool) -> None:
+    """Record that a copy was read, by itself or `within` a replay, since a moment."""
+    if profile is None or begin is None:
+        return
+    if not within:
+        profile.read(copy, begin)
+    elif isinstance(profile, MeasuredPass):
+        profile.read_within(copy, begin)

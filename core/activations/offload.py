@@ -22,7 +22,7 @@ from .attached import ATTRIBUTE, LISTED_PASSES, Attachment, ModuleTensors
 from .auto import AutoPolicy
 from .compiled import compiled_notes, is_one_graph, whole_note
 from .disk import Drive
-from .guards import storages_of
+from .guards import Storages, storages_of
 from .hooked_pass import hooked_pass, refuse_capture
 from .hooks import SavedTensorHooks
 from .limits import limits_of
@@ -257,7 +257,7 @@ class ActivationOffload:
     # In the place of a context manager of torch
 
     def __enter__(self) -> ActivationOffload:
-        context = hooked_pass(self._hooks, set, self._note)
+        context = hooked_pass(self._hooks, dict, self._note)
         context.__enter__()
         self._contexts().append(context)
         return self
@@ -350,7 +350,7 @@ class ActivationOffload:
         trained = sum(t.requires_grad for t in self._tensors or ())
         return policy.resting.rests((model.training, trained), args, kwargs)
 
-    def _left_alone(self) -> set[int]:
+    def _left_alone(self) -> Storages:
         """Begin a pass of the model; return the storages of its parameters and buffers."""
         tensors = self._tensors
         assert tensors is not None and self._attachment is not None

@@ -10,7 +10,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .copies import KeptView, Pass, StoredCopy
+from .guards import Storages
 from .moments import Moment
+from .operands import Operands
 from .sites import Site
 
 
@@ -105,21 +107,31 @@ class PassRecord(Pass):
         Whether copies are waited for where they begin, so that compute is seen alone.
     micro_batch : int or None
         As the training loop said.
+    operands : Operands or None
+        What its operations have saved, where any replay is followed or tried.
     module_begins : callable or None
         ``module_begins(record, name, device)`` begins what may when a checkpointed module is
         computed again.
     """
 
-    def __init__(self, number: int, parameters: set[int], micro_batch: int | None = None) -> None:
+    def __init__(self, number: int, parameters: Storages, micro_batch: int | None = None) -> None:
         super().__init__(number, parameters)
         self.plan: PassPlan | None = None
         self.watcher: Watcher | None = None
         self.serial = False
         self.micro_batch = micro_batch
+        self.operands: Operands | None = None
         self.module_begins: Callable[[PassRecord, str, torch.device], None] | None = None
         self._backward_began = False
         #: Copies whose fetches may begin, and wait for their disk.
         self._late: list[StoredCopy] = []
+
+    def noting(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """Return a hook of saved tensors, which takes note of operands where replays are."""
+        if self.watcher is None and (self.plan is None or not self.plan.replays):
+            return pack
+        self.operands = Operands(self.parameters)
+        return self.operands.noting(pack)
 
     def names_kept(self, name: str) -> bool:
         """Return whether the read of a tensor is to be seen that is kept."""

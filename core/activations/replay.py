@@ -1,19 +1,23 @@
-"""Replays: saved tensors that single pointwise operations make again from what these saved.
+"""Replays: saved tensors that single operations make again from what these saved.
 
 The node of autograd that made a tensor names its operation and gives back what it saved, so that
-nothing is wrapped: SiLU, GELU, powers, products, casts, and the product of dropout. What a node did
-not save may be the output of another such node, or a leaf.
+nothing is wrapped: SiLU, GELU, powers, products, casts, the product of dropout, and matrix
+products, such as what linear layers return. What a node did not save may be the output of another
+such node, or a leaf.
 
-A replay holds nodes and no tensors. It is for what later nodes save: these are run before the ones
-that it holds, and hold them anyway. An output that its own node saved (ReLU's) is no replay, for
-the node would hold itself for ever; what is made of one is replayed from the node's own.
+What is read has to be there, and as it was: see `operands`.
+
+A replay holds nodes and no tensors, but for a bias, which no node saves. It is for what later nodes
+save: these are run before the ones that it holds, and hold them anyway. An output that its own node
+saved (ReLU's) is no replay, for the node would hold itself for ever; what is made of one is
+replayed from the node's own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,12 +26,55 @@ from ..engine.versions import version_of
 from ..errors import BitslabError
 from .guards import modified
 from .identity import root_of
+from .matmul_flags import matmul_flags, under_flags
+from .operands import Operands
 
 #: Operations that follow each other and are replayed for one tensor, at most.
 MOST_OPERATIONS = 4
+_LEAF = "torch::autograd::AccumulateGrad"
 
 #: Computes a value that a node takes or makes.
 _Value = Callable[[], torch.Tensor]
+
+
+class _Known(NamedTuple):
+    """What is known of a node's output: all of the saved tensor, of others maybe the dtype."""
+
+    dtype: torch.dtype | None = None
+    shape: torch.Size | None = None
+
+
+class _Search:
+    """Operations that were found, and what is known of their operands.
+
+    Parameters
+    ----------
+    operands : Operands or None
+        None where whoever calls knows them all.
+    """
+
+    def __init__(self, operands: Operands | None) -> None:
+        self.operations: list[str] = []
+        self.weights: set[int] = set()
+        self._operands = operands
+
+    def add(self, operation: str) -> None:
+        """Add an operation."""
+        self.operations.append(operation)
+
+    def may_read(self, node: Any, *saved: str, aligned: bool = False) -> bool:
+        """Return whether what a node saved is as it was when that is read."""
+        if self._operands is None:
+            return True
+        self.weights.update(self._operands.weights(node))
+        return self._operands.knows(node, *saved, aligned=aligned)
+
+    def may_read_leaf(self, leaf: torch.Tensor) -> bool:
+        """Return whether a leaf that no node saved is where it was."""
+        return self._operands is None or self._operands.knows_leaf(leaf)
+
+
+_NOTHING = _Known()
 
 
 @dataclass(frozen=True)
@@ -44,6 +91,8 @@ class Replay:
         Its dtype.
     device_type : str
         Type of the device that it is on.
+    weights : frozenset of int
+        Numbers of the storages of weights that are read.
     """
 
     operations: tuple[str, ...]
@@ -52,6 +101,7 @@ class Replay:
     dtype: torch.dtype
     device_type: str
     _compute: _Value
+    weights: frozenset[int] = frozenset()
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -91,32 +141,44 @@ class Replay:
         return t
 
 
-def replayable(t: torch.Tensor) -> Replay | None:
+def replayable(t: torch.Tensor, operands: Operands | None = None) -> Replay | None:
     """Return how a tensor is computed again, proven equal to it bit for bit; None where it is not.
 
     Parameters
     ----------
     t : torch.Tensor
         An output of an operation, in a graph that is not freed. It is computed once more.
+    operands : Operands, optional
+        As for `replay_of`.
     """
-    found = replay_of(t)
+    found = replay_of(t, operands)
     return found if found is not None and is_exact(found, t) else None
 
 
-def replay_of(t: torch.Tensor) -> Replay | None:
+def replay_of(t: torch.Tensor, operands: Operands | None = None) -> Replay | None:
     """Return how a tensor would be computed again; None for other operations, and for views.
 
     Of a view, as linear layers save of their inputs, the tensor that it is a view of may be asked
-    for. Nothing is computed, and nothing that was saved is read.
+    for. Nothing that was saved is read.
+
+    Parameters
+    ----------
+    t : torch.Tensor
+        An output of an operation, unchanged since.
+    operands : Operands, optional
+        What the pass has saved so far. Left out, all of it is taken to be read as it was.
     """
     node = t.grad_fn
     if node is None or t.output_nr != 0 or root_of(t) is not t or _saves_output(node):
         return None
-    operations: list[str] = []
-    compute = _output_of(node, t.dtype, operations)
-    if compute is None:
+    if version_of(t):  # changed in place, maybe by what autograd did not see
         return None
-    return Replay(tuple(operations), tuple(t.shape), t.stride(), t.dtype, t.device.type, compute)
+    search = _Search(operands)
+    compute = _output_of(node, _Known(t.dtype, t.shape), search)
+    if compute is None or (operands is not None and search.weights & operands.shared):
+        return None
+    found, of = tuple(search.operations), frozenset(search.weights)
+    return Replay(found, tuple(t.shape), t.stride(), t.dtype, t.device.type, compute, of)
 
 
 def is_exact(replay: Replay, t: torch.Tensor) -> bool:
@@ -164,23 +226,27 @@ def _saves_output(node: Any) -> bool:
     return hasattr(type(node), "_saved_result")
 
 
-def _output_of(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Value | None:
-    """Return what computes a node's output; its operations are added to a list."""
+def _output_of(node: Any, known: _Known, search: _Search) -> _Value | None:
+    """Return what computes a node's output; its operations are added to those found."""
     maker = _MAKERS.get(node.name())
-    if maker is None or len(operations) == MOST_OPERATIONS:
+    if maker is None or len(search.operations) == MOST_OPERATIONS:
         return None
-    return maker(node, dtype, operations)
+    return maker(node, known, search)
 
 
-def _input_of(node: Any, saved: str, number: int, operations: list[str]) -> _Value | None:
+def _input_of(
+    node: Any, saved: str, number: int, search: _Search, known: _Known = _NOTHING
+) -> _Value | None:
     """Return what gives an input of a node: saved by it, a leaf, or another node's output."""
     if saved and _saved_factor(node, number):
-        return lambda: getattr(node, saved)
+        return (lambda: _saved(node, saved)) if search.may_read(node, saved) else None
     following, output = node.next_functions[number]
     if following is None or output != 0:
         return None
-    if following.name() == "torch::autograd::AccumulateGrad":
+    if following.name() == _LEAF:
         leaf = following.variable
+        if not search.may_read_leaf(leaf):
+            return None
         version, shape, dtype = version_of(leaf), leaf.shape, leaf.dtype
         del leaf
 
@@ -192,9 +258,10 @@ def _input_of(node: Any, saved: str, number: int, operations: list[str]) -> _Val
 
         return of_leaf
     if _saves_output(following):
-        operations.append(f"result of {following.name()}")
-        return lambda: _saved(following, "result")
-    return _output_of(following, None, operations)
+        search.add(f"result of {following.name()}")
+        read = search.may_read(following, "result")
+        return (lambda: _saved(following, "result")) if read else None
+    return _output_of(following, known, search)
 
 
 def _saved(node: Any, name: str) -> Any:
@@ -207,38 +274,45 @@ def _saved_factor(node: Any, number: int) -> bool:
     return node.next_functions[1 - number][0] is not None
 
 
-def _silu(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Value | None:
-    operations.append("SiluBackward0")
+def _silu(node: Any, known: _Known, search: _Search) -> _Value | None:
+    if not search.may_read(node, "self"):
+        return None
+    search.add("SiluBackward0")
     return lambda: torch.nn.functional.silu(_saved(node, "self"))
 
 
-def _gelu(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Value | None:
+def _gelu(node: Any, known: _Known, search: _Search) -> _Value | None:
+    if not search.may_read(node, "self"):
+        return None
     how = _saved(node, "approximate")
-    operations.append(f"GeluBackward0 {how}")
+    search.add(f"GeluBackward0 {how}")
     return lambda: torch.nn.functional.gelu(_saved(node, "self"), approximate=how)
 
 
-def _pow(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Value | None:
+def _pow(node: Any, known: _Known, search: _Search) -> _Value | None:
+    if not search.may_read(node, "self"):
+        return None
     exponent = _saved(node, "exponent")
-    operations.append(f"PowBackward0 {exponent}")
+    search.add(f"PowBackward0 {exponent}")
     return lambda: torch.pow(_saved(node, "self"), exponent)
 
 
-def _product(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Value | None:
-    operations.append("MulBackward0")
-    first = _input_of(node, "_saved_self", 0, operations)
-    second = _input_of(node, "_saved_other", 1, operations)
+def _product(node: Any, known: _Known, search: _Search) -> _Value | None:
+    search.add("MulBackward0")
+    first = _input_of(node, "self", 0, search)
+    second = _input_of(node, "other", 1, search)
     if first is None or second is None:
         return None
     left, right = first, second
     return lambda: torch.mul(left(), right())
 
 
-def _cast(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Value | None:
-    if dtype is None:  # known of the tensor that is saved alone
+def _cast(node: Any, known: _Known, search: _Search) -> _Value | None:
+    dtype = known.dtype
+    if dtype is None:
         return None
-    operations.append(f"ToCopyBackward0 {dtype}")
-    source = _input_of(node, "", 0, operations)
+    search.add(f"ToCopyBackward0 {dtype}")
+    source = _input_of(node, "", 0, search)
     if source is None:
         return None
     given = source
@@ -246,11 +320,11 @@ def _cast(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Value
     return lambda: given().to(dtype=dtype, copy=True)
 
 
-def _dropout(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Value | None:
+def _dropout(node: Any, known: _Known, search: _Search) -> _Value | None:
     p = _saved(node, "p")
-    operations.append(f"NativeDropoutBackward0 {p}")
-    source = _input_of(node, "", 0, operations)
-    if source is None or not 0 <= p < 1:
+    search.add(f"NativeDropoutBackward0 {p}")
+    source = _input_of(node, "", 0, search)
+    if source is None or not 0 <= p < 1 or not search.may_read(node, "result1"):
         return None
     given, scale = source, 1.0 / (1.0 - p)
 
@@ -264,11 +338,65 @@ def _dropout(node: Any, dtype: torch.dtype | None, operations: list[str]) -> _Va
     return compute
 
 
-_MAKERS: dict[str, Callable[[Any, torch.dtype | None, list[str]], _Value | None]] = {
+def _unsafe_view(node: Any, known: _Known, search: _Search) -> _Value | None:
+    # Of a matrix product of more than two dimensions, which is its own root.
+    shape = known.shape
+    if shape is None:
+        return None
+    search.add(f"UnsafeViewBackward0 {tuple(shape)}")
+    source = _input_of(node, "", 0, search, _Known(known.dtype))
+    if source is None:
+        return None
+    given = source
+    return lambda: given().view(shape)
+
+
+def _matrix_product(node: Any, known: _Known, search: _Search) -> _Value | None:
+    search.add(node.name())
+    # Each is saved for the other one's gradient.
+    if not (_saved_factor(node, 0) and _saved_factor(node, 1)):
+        return None
+    if not search.may_read(node, "self", "mat2", aligned=True):
+        return None
+    multiply = torch.mm if node.name() == "MmBackward0" else torch.bmm
+    return _as_now(lambda: multiply(_saved(node, "self"), _saved(node, "mat2")))
+
+
+def _matrix_product_and_bias(node: Any, known: _Known, search: _Search) -> _Value | None:
+    scales = {"beta": _saved(node, "beta"), "alpha": _saved(node, "alpha")}
+    search.add(f"AddmmBackward0 {scales}")
+    following = [each for each, _ in node.next_functions]
+    if None in following or not search.may_read(node, "mat1", "mat2", aligned=True):
+        return None
+    bias = _input_of(node, "", 0, search, _Known(known.dtype))
+    if bias is None:
+        return None
+    # No node saves it, so that it may be changed before the backward pass.
+    with torch.no_grad():
+        added = bias().clone()
+    return _as_now(lambda: torch.addmm(added, _saved(node, "mat1"), _saved(node, "mat2"), **scales))
+
+
+def _as_now(multiply: _Value) -> _Value:
+    """Return what multiplies under the settings of this moment."""
+    flags = matmul_flags()
+
+    def compute() -> torch.Tensor:
+        with under_flags(flags):
+            return multiply()
+
+    return compute
+
+
+_MAKERS: dict[str, Callable[[Any, _Known, _Search], _Value | None]] = {
     "SiluBackward0": _silu,
     "GeluBackward0": _gelu,
     "PowBackward0": _pow,
     "MulBackward0": _product,
     "ToCopyBackward0": _cast,
     "NativeDropoutBackward0": _dropout,
+    "UnsafeViewBackward0": _unsafe_view,
+    "MmBackward0": _matrix_product,
+    "BmmBackward0": _matrix_product,
+    "AddmmBackward0": _matrix_product_and_bias,
 }

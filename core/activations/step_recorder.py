@@ -6,7 +6,6 @@ On a GPU moments are events; what is counted there is read once, when the step i
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,14 +17,13 @@ import torch
 from ..engine.advisor import SwapLink
 from ..engine.advisor.planning import ModuleProfile, Packing, SiteProfile, StepProfile
 from ..engine.versions import version_of
-from ..errors import BitslabError
 from .copies import KeptView, StoredCopy
 from .identity import Span, copied_span, root_of, span_of
 from .moments import Moment, now, seconds_between
 from .pass_record import SavedBytes
 from .policies import Codecs
 from .profile import encoded_bytes, packed_share
-from .replay import differing_elements, replay_of
+from .replay_trials import TriedReplay, exact_replays, tried_replay
 from .samples import sample_of
 from .sites import Site, are_inside, module_of_sites
 
@@ -54,17 +52,6 @@ class _Event:
 
 
 @dataclass(eq=False)
-class _Replayed:
-    """A replay that was tried."""
-
-    signature: tuple[Any, ...]
-    sources: tuple[str, ...]
-    begin: Moment
-    end: Moment
-    differing: torch.Tensor
-
-
-@dataclass(eq=False)
 class _Saved:
     """A tensor that was saved first of those over its bytes."""
 
@@ -81,7 +68,7 @@ class _Saved:
     sample_bytes: int = 1
     #: By codec the device memory that packing takes, where the host learns the size later.
     staged_bytes: dict[str, int] = field(default_factory=dict)
-    replay: _Replayed | None = None
+    replay: TriedReplay | None = None
     #: Of a tensor that was moved: the first event after the forward pass itself gave it up.
     released: int | None = None
     first_read: int | None = None
@@ -275,30 +262,25 @@ class StepRecorder:
                 found.staged_bytes = self._codecs.most_bytes(found.used, site, flat)
             whole = span == Span(0, root.nbytes)
             if self._replays and whole and not root.storage_offset():
-                found.replay = self._try_replay(root)
+                found.replay = self._try_replay(root, held)
         others.append(found)
         self._saved[site.name] = found
         found.saved = self._event(begin, peak_bytes=peak_bytes)
         return found
 
-    def _try_replay(self, root: torch.Tensor) -> _Replayed | None:
-        with contextlib.suppress(BitslabError, torch.OutOfMemoryError):
-            found = replay_of(root)
-            if found is None:
-                return None
-            self._probing = []
-            try:
-                found.tensor()  # what it reads may be away, and is back from here on
-                begin = self._now()
-                again = found.tensor()
-                end = self._now()
+    def _try_replay(self, root: torch.Tensor, held: StoredCopy | KeptView) -> TriedReplay | None:
+        operands = getattr(getattr(held, "made_in", None), "operands", None)
+        if operands is None:
+            return None
+        self._probing = []
+        try:
+            found = tried_replay(root, operands, self._now)
+            if found is not None:
                 read = dict.fromkeys(self._first_of.get(n, n) for n in self._probing)
-                differing = differing_elements(again, root)
-                if differing is not None:
-                    return _Replayed(found.signature, tuple(read), begin, end, differing)
-            finally:
-                self._probing = None
-        return None
+                found.sources = tuple(read)
+            return found
+        finally:
+            self._probing = None
 
     def held(self, storage: torch.UntypedStorage) -> None:
         """Record bytes on the device that the backward pass needs."""
@@ -411,7 +393,7 @@ class StepRecorder:
         savers = self._savers()
         modules, why_not = self._modules(clock, read, candidates, savers)
         module_of = {name: module_of_sites(savers.get(name, (name,)), modules) for name in read}
-        exact = self._exact(read)
+        exact = exact_replays({name: each.replay for name, each in read.items()})
         turn_s, end_s = clock[self._forward_end], clock[self._end]
         sites = []
         for name, each in read.items():
@@ -442,21 +424,13 @@ class StepRecorder:
             for before, after in zip(self._events, self._events[1:], strict=False)
         ]
 
-    def _exact(self, read: Mapping[str, _Saved]) -> dict[str, _Replayed]:
-        """Return the replays that gave every bit."""
-        tried = {name: each.replay for name, each in read.items() if each.replay is not None}
-        if not tried:
-            return {}
-        differing = torch.stack([each.differing for each in tried.values()]).tolist()
-        return {name: r for (name, r), n in zip(tried.items(), differing, strict=True) if not n}
-
     def _site(
         self,
         saved: _Saved,
         clock: list[float],
         module: str,
         times: PackingTimes,
-        replay: _Replayed | None,
+        replay: TriedReplay | None,
     ) -> SiteProfile:
         assert self._forward_end is not None and self._end is not None
         assert saved.first_read is not None and saved.last_read is not None

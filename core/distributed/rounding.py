@@ -42,7 +42,7 @@ def round_to_codes(rows: torch.Tensor, bound: float) -> torch.Tensor:
     torch.Tensor
         Of the same shape, dtype and device; elements without a code are as they were.
     """
-    step = torch.full((), step_of(bound), device=rows.device)
+    step = torch.full((), step_of(bound), dtype=torch.float32, device=rows.device)
     scaled = torch.round(rows.float() * (1 / step))
     found = (scaled * step).to(rows.dtype)
     error = (found.to(torch.float64) - rows.to(torch.float64)).abs()

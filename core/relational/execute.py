@@ -91,7 +91,7 @@ def gpu_kernels(device: torch.device) -> CudaKernels | None:
 
     try:
         kernels = kernels_on(device, raise_errors=False)
-        x = torch.zeros(1, 1, 4, device=device)
+        x = torch.zeros(1, 1, 4, dtype=torch.float32, device=device)
         none = torch.zeros(0, dtype=torch.int64, device=device)
         entries = (none.new_zeros(2), none, none)
         kernels.segments.prepare_sum(*entries, 1, 4, torch.float32)(x)

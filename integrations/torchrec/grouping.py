@@ -198,6 +198,7 @@ def _joint(tables: Iterable[Sample]) -> torch.Tensor:
     share = min(t.rows.shape[0] / t.n_rows for t in tables)
     parts = []
     for t in tables:
-        positions = torch.linspace(0, t.rows.shape[0] - 1, max(1, round(share * t.n_rows)))
+        count = max(1, round(share * t.n_rows))
+        positions = torch.linspace(0, t.rows.shape[0] - 1, count, dtype=torch.float64)
         parts.append(take_rows(t.rows, positions.long().numpy()))
     return torch.cat(parts)

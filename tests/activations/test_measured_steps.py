@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from bitslab.activations import measured_pass
 from bitslab.activations import planned as planned_module
-from bitslab.activations.local_copies import PackedCopy
+from bitslab.activations.local_copies import PackedCopy, ReplayedCopy
+from bitslab.activations.measured_pass import MeasuredPass
 from bitslab.engine.advisor.planning import Candidate, Correction, MeasuredStep, Plan, StepProfile
 from tests.activations.test_planned import blocks, check, follow, plan_of
 
@@ -56,4 +59,89 @@ def test_unpacking_is_no_compute_and_packing_is_the_forward_passes(
         assert step.compute_s is not None and step.forward_compute_s is not None
         assert 0 < step.forward_compute_s < step.compute_s
         assert step.step_s - step.compute_s >= packed * SLOW_S
+    offload.detach()
+
+
+class _Clock:
+    """Stands for the moments of a GPU."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def pack(self, measured: MeasuredPass, copy: Any, packed_s: float, waited_s: float) -> None:
+        """Have a tensor saved, packed, and waited for."""
+        begin = self.now
+        self.now += packed_s + waited_s
+        measured.saved(copy, SITE, torch.empty(0), begin)
+
+
+SITE: Any = None
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
+    """Let a pass on a GPU be measured by a clock of the test."""
+    made = _Clock()
+    monkeypatch.setattr(measured_pass, "now", lambda device: made.now)
+    monkeypatch.setattr(measured_pass, "seconds_between", lambda a, b: b - a)
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 7)
+    return made
+
+
+def copy_of(nbytes: int, packed: bool = True) -> Any:
+    return SimpleNamespace(
+        nbytes=nbytes, codec=SimpleNamespace(name="x") if packed else None, root=lambda: None
+    )
+
+
+def test_on_a_gpu_packing_that_is_waited_for_is_compute_and_waits_for_room_are_not(
+    clock: _Clock,
+) -> None:
+    measured = MeasuredPass(torch.device("cuda"))
+    for i in range(8):
+        clock.now += 1.0  # computes
+        nbytes = 100 * (1 + i % 3)
+        clock.pack(measured, copy_of(nbytes), 0.001 * nbytes, 2.0 if i in (3, 7) else 0.0)
+    clock.pack(measured, copy_of(1000, packed=False), 0.0, 3.0)
+    measured.end_forward()
+    forward_s = clock.now
+    clock.now += 10.0
+    measured._finish()
+    step = measured.step()
+    packed_s = 0.001 * sum(100 * (1 + i % 3) for i in range(8))
+    # A wait counts as half as much again as packing took, at most.
+    waits_s = 0.5 * 0.001 * (100 + 200)
+    assert step.step_s == pytest.approx(forward_s + 10.0)
+    assert step.forward_compute_s == pytest.approx(8.0 + packed_s + waits_s)
+    assert step.compute_s == pytest.approx(18.0 + packed_s + waits_s)
+    assert step.replay_s == 0 and step.peak_bytes == 7
+
+
+def test_replays_are_measured_and_are_compute(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[MeasuredStep] = []
+    made = ReplayedCopy._made
+
+    def compare(plan: Plan, found: list[MeasuredStep], **_: Any) -> Correction:
+        measured.extend(found)
+        return Correction("holds", "The plan holds.")
+
+    def choose(profile: StepProfile) -> Plan:
+        replayed = {s.site: Candidate("replay") for s in profile.sites if s.replay_s is not None}
+        return plan_of(profile, replayed)
+
+    def slow(copy: ReplayedCopy) -> torch.Tensor:
+        time.sleep(SLOW_S)
+        return made(copy)
+
+    plans = follow(monkeypatch, choose)
+    monkeypatch.setattr(planned_module, "compare", compare)
+    monkeypatch.setattr(ReplayedCopy, "_made", slow)
+    offload = check(blocks, n=8, slowdown=0.1, codecs=[])
+    replayed = sum(each.candidate.action == "replay" for each in plans[0].sites)
+    assert len(measured) == 2 and replayed
+    for step in measured:
+        assert step.replay_s is not None and step.compute_s is not None
+        assert replayed * SLOW_S <= step.replay_s < step.compute_s
     offload.detach()

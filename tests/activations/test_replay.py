@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from bitslab import BitslabError, ModifiedInPlaceError
+from bitslab.activations.guards import storages_of
+from bitslab.activations.identity import root_of
+from bitslab.activations.operands import Operands
 from bitslab.activations.replay import Replay, is_exact, replay_of, replayable
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -44,10 +49,16 @@ REPLAYED: dict[str, Make] = {
     "dropout of a leaf": lambda a, b, w: F.dropout(w, 0.3),
     "fused dropout": lambda a, b, w: torch.native_dropout(F.silu(a), 0.3, True)[0],
     "scaled": lambda a, b, w: F.silu(a) * 2.5,
+    "matrix product": lambda a, b, w: a @ b.t(),
+    "of more dimensions": lambda a, b, w: torch.mm(a, b.t()).view(6, 8, 48) @ (b * 2),
+    "of a batch": lambda a, b, w: torch.bmm(a.view(4, 12, 64), b.view(4, 64, 12)),
+    "product and vector": lambda a, b, w: torch.addmm(w, a, b.t() @ b, beta=2, alpha=3),
 }
 NOT_REPLAYED: dict[str, Make] = {
     "sum": lambda a, b, w: a + b,
-    "matrix product": lambda a, b, w: a @ b.t(),
+    "product with a constant": lambda a, b, w: a @ b.detach().t(),
+    "product of a constant": lambda a, b, w: a.detach() @ b.t(),
+    "constant and product": lambda a, b, w: torch.addmm(w.detach(), a, (b.t() @ b)),
     "relu": lambda a, b, w: F.relu(a),  # which its own node keeps
     "softmax": lambda a, b, w: F.softmax(a, -1),
     "view": lambda a, b, w: F.silu(a).view(-1),
@@ -70,7 +81,8 @@ def test_pointwise_operations_are_computed_again(name: str, dtype: torch.dtype) 
     assert not again.requires_grad
     assert again.stride() == t.stride()
     assert again.untyped_storage().data_ptr() != t.untyped_storage().data_ptr()
-    other = replay_of(REPLAYED[name](*(x + 0 if x.dim() > 1 else x for x in inputs(dtype, 1))))
+    a, b, w = inputs(dtype, 1)
+    other = replay_of(REPLAYED[name](a + 0, b + 0, w))
     assert other is not None
     assert other.signature == found.signature
 
@@ -238,3 +250,190 @@ def test_nothing_is_read_to_find_a_replay(name: str) -> None:
         replay_of(t)
         replay_of(make(a * 1.0, b * 1.0, w))
     assert not read
+
+
+class Linear(torch.nn.Module):
+    """A layer whose output is saved, with a bias or without."""
+
+    def __init__(self, bias: bool = True, autocast: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(32, 48, bias=bias)
+        self.autocast = autocast
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            made: torch.Tensor = self.layer(x)
+            return made
+
+
+def x_of(*shape: int, requires_grad: bool = True) -> torch.Tensor:
+    g = torch.Generator().manual_seed(1)
+    return torch.randn(shape, generator=g, requires_grad=requires_grad)
+
+
+@contextlib.contextmanager
+def noting(known: Iterable[torch.Tensor | None]) -> Iterator[Operands]:
+    """Take note of what is saved, as a pass of a model with these parameters does."""
+    operands = Operands(storages_of(known))
+    operands.unpack = lambda t: t
+    note = operands.noting(lambda t: t.detach())
+    with torch.autograd.graph.saved_tensors_hooks(note, operands.unpack):
+        yield operands
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["as it is", "autocast"])
+@pytest.mark.parametrize("shape", [(16, 32), (4, 6, 32)], ids=["rows", "batch of rows"])
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_what_linear_layers_return_is_computed_again(
+    bias: bool, shape: tuple[int, ...], autocast: bool
+) -> None:
+    model = Linear(bias, autocast)
+    with noting(model.parameters()) as operands:
+        root = root_of(model(x_of(*shape) * 2))
+        found = replayable(root, operands)
+    assert found is not None
+    assert is_exact(found, root)
+    if bias:
+        with torch.no_grad():  # as a program may that is not replayed: no node saves it
+            model.layer.bias.add_(1)
+        assert is_exact(found, root)
+
+
+def test_changed_weights_are_noticed() -> None:
+    model = Linear()
+    root = root_of(model(x_of(16, 32) * 2))
+    found = replayable(root)
+    assert found is not None
+    with torch.no_grad():
+        model.layer.weight.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        found.tensor()
+
+
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_no_replay_reads_weights_that_are_none_of_the_models(bias: bool) -> None:
+    """Weights that are gathered for a layer, and emptied behind it."""
+    model = Linear(bias)
+    x = x_of(16, 32)
+    for known in ([], [model.layer.bias], [model.layer.weight] if bias else []):
+        with noting(known) as operands:
+            assert replay_of(root_of(model(x * 2)), operands) is None
+    with noting(model.parameters()) as operands:
+        assert replay_of(root_of(model(x * 2)), operands) is not None
+        assert replay_of(root_of(model(x)), operands) is None, "a leaf of whoever calls"
+    operands = Operands(storages_of(model.parameters()))
+    model.layer.weight.data = model.layer.weight.data.clone()  # gathered
+    operands.unpack = lambda t: t
+    note = operands.noting(lambda t: t.detach())
+    with torch.autograd.graph.saved_tensors_hooks(note, operands.unpack):
+        assert replay_of(root_of(model(x * 2)), operands) is None
+
+
+def test_a_bias_that_was_changed_since_the_pass_began_is_not_read() -> None:
+    """It is saved by no node: the layer may have read another one."""
+    model = Linear()
+    with noting(model.parameters()) as operands:
+        root = root_of(model(x_of(16, 32) * 2))
+        assert replay_of(root, operands) is not None
+        with torch.no_grad():
+            model.layer.bias.add_(1)
+        assert replay_of(root, operands) is None
+
+
+def test_weights_in_memory_that_others_use_are_not_read() -> None:
+    flat = torch.nn.Parameter(torch.zeros(2 * 32 * 48))
+    one, other = Linear(False), Linear(False)
+    x = x_of(16, 32)
+    one.layer.weight.data, other.layer.weight.data = flat.data.view(2, 48, 32).unbind()
+    weights = one.layer.weight, other.layer.weight
+    with noting(weights) as operands:
+        assert replay_of(root_of(one(x * 2)), operands) is None
+    # One after another: the second one is not the model's when the pass begins.
+    weights[1].data = torch.zeros(48, 32)
+    with noting(weights) as operands:
+        found = replay_of(root_of(one(x * 2)), operands)
+        assert found is not None and not found.weights & operands.shared
+        weights[1].data = weights[0].data
+        other(x * 2)
+        assert found.weights & operands.shared
+        assert replay_of(root_of(one(x * 2)), operands) is None
+
+
+def test_what_others_hooks_were_given_is_not_read() -> None:
+    """A checkpoint computes its region again for each read, and counts these."""
+    model = Linear()
+
+    def region(x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = model(F.silu(x))
+        return made
+
+    for make, replayed in ((region, True), (checkpointed(region), False)):
+        for following in (region, checkpointed(lambda y: y[:, :32])):
+            with noting(model.parameters()) as operands:
+                first = make(x_of(16, 32) * 2)
+                following(first[:, :32])  # a region saves what it is given, by no node
+                assert (replay_of(root_of(first), operands) is not None) == replayed
+                assert replay_of(first.square(), operands) is not None, "saved outside of it"
+
+
+def checkpointed(region: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return lambda x: checkpoint(region, x, use_reentrant=False)
+
+
+def test_outputs_that_were_changed_in_place_are_no_replays() -> None:
+    model = Linear()
+    for make in (model, lambda x: F.silu(x)):
+        with noting(model.parameters()) as operands:
+            t = make(x_of(16, 32) * 2)
+            assert replay_of(root_of(t), operands) is not None
+            with torch.no_grad():  # which autograd does not see
+                t[3] = 0
+            assert replay_of(root_of(t), operands) is None
+
+
+def test_products_of_operands_at_odd_addresses_are_no_replays() -> None:
+    """They come back at even ones, where products may have other bits."""
+    model = Linear()
+    for first, replayed in ((0, True), (1, False)):
+        with noting(model.parameters()) as operands:
+            x = x_of(16 * 32 + 1) * 2
+            t = model(x[first : first + 16 * 32].view(16, 32))
+            assert (replay_of(root_of(t), operands) is not None) == replayed
+
+
+def test_products_have_the_settings_that_they_were_made_under() -> None:
+    model = Linear()
+    before = torch.get_float32_matmul_precision()
+    used: list[tuple[str, bool]] = []
+    addmm = torch.addmm
+
+    def watched(*args: Any, **options: Any) -> torch.Tensor:
+        used.append((torch.get_float32_matmul_precision(), bool(torch.backends.mkldnn.enabled)))
+        return addmm(*args, **options)
+
+    try:
+        torch.set_float32_matmul_precision("medium")
+        torch.backends.mkldnn.set_flags(False)
+        found = replay_of(root_of(model(x_of(16, 32) * 2)))
+    finally:
+        torch.set_float32_matmul_precision(before)
+        torch.backends.mkldnn.set_flags(True)
+    assert found is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "addmm", watched)
+        found.tensor()
+    assert used == [("medium", False)]
+    assert torch.get_float32_matmul_precision() == before
+    assert torch.backends.mkldnn.enabled
+
+
+@pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
+def test_what_frozen_layers_did_not_save_is_not_replayed(frozen: str) -> None:
+    model = Linear()
+    if frozen != "input":
+        getattr(model.layer, frozen).requires_grad_(False)
+    with noting(model.parameters()) as operands:
+        t = root_of(model(x_of(16, 32, requires_grad=frozen != "input") * 2))
+        assert t.requires_grad
+        assert replay_of(t, operands) is None

@@ -23,6 +23,8 @@ MOST_CORRECTIONS = 2
 MOST_FACTOR = 8.0
 #: Share of the forward pass below which what packing adds to it is not seen.
 LEAST_ENCODING = 0.01
+#: Share of a step below which replays are compute as any other.
+LEAST_REPLAYS = 0.01
 
 Outcome = Literal["holds", "corrected", "withdrawn"]
 
@@ -39,13 +41,13 @@ class MeasuredStep:
         Most bytes of the device at any moment.
     up_s, write_s : float, optional
         Seconds in which copies to the host, and writes to the SSD, were under way.
-    codec_s, recompute_s : float, optional
-        Seconds of the device that packing, and that recomputation took.
+    codec_s : float, optional
+        Seconds of the device that packing and unpacking took.
     compute_s : float, optional
-        Its seconds but for waits and unpacking. Packing runs beside what computes, and is in them
-        as far as that takes longer for it.
-    forward_compute_s : float, optional
-        Of these the ones of the forward pass.
+        Its seconds but for waits and unpacking. Packing is in them: all that computing waited for
+        it, or took longer beside it.
+    forward_compute_s, replay_s : float, optional
+        Of these the ones of the forward pass, and of replays.
     """
 
     step_s: float
@@ -53,9 +55,9 @@ class MeasuredStep:
     up_s: float | None = None
     write_s: float | None = None
     codec_s: float | None = None
-    recompute_s: float | None = None
     compute_s: float | None = None
     forward_compute_s: float | None = None
+    replay_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class Correction:
         The plan goes on; the profile is corrected and planned again; everything is kept from now.
     reason : str
         A plain sentence with the figures.
-    compute, codecs, link, disk, encoding : float
+    compute, codecs, link, disk, encoding, replays : float
         Factors of the profile's times, as `StepProfile.scaled` takes them.
     more_bytes : int
         Bytes of the device that the profile did not know.
@@ -82,6 +84,7 @@ class Correction:
     disk: float = 1.0
     more_bytes: int = 0
     encoding: float = 1.0
+    replays: float = 1.0
 
     def corrected(self, profile: StepProfile) -> StepProfile:
         """Return the profile as the comparison has it."""
@@ -91,6 +94,7 @@ class Correction:
             link=self.link,
             disk=self.disk,
             encoding=self.encoding,
+            replays=self.replays,
         )
         return replace(scaled, unprofiled_bytes=scaled.unprofiled_bytes + self.more_bytes)
 
@@ -173,23 +177,37 @@ def _factors(
     turn_s: float | None,
 ) -> dict[str, float]:
     """Return by what the profile's times are multiplied."""
-    encoding = 1.0
+    encoding = replays = 1.0
     if measured.compute_s is not None:
+        took_s = measured.compute_s
         compute_s = predicted.step_s - predicted.stall_s - predicted.codec_s
+        replay_s = measured.replay_s
+        if replay_s is not None and predicted.replay_s > LEAST_REPLAYS * compute_s:
+            # A GPU that waited before, as one that is profiled does, computes faster for a while:
+            # products of matrices most of all.
+            took_s, compute_s = took_s - replay_s, compute_s - predicted.replay_s
+        else:
+            replay_s = None
         forward_s, encode_s = measured.forward_compute_s, predicted.encode_s
-        compute = _factor(measured.compute_s, compute_s + encode_s)
+        compute = _factor(took_s, compute_s + encode_s)
         if turn_s is not None and forward_s is not None and encode_s > LEAST_ENCODING * turn_s:
-            compute = _factor(measured.compute_s - forward_s, compute_s - turn_s)
+            compute = _factor(took_s - forward_s, compute_s - turn_s)
             encoding = max(0.0, forward_s - turn_s * compute) / encode_s
+        if replay_s is not None:
+            replays = _factor(replay_s, predicted.replay_s) / compute
     factors = {
         "encoding": encoding,
+        "replays": replays,
         "compute": compute,
         "codecs": _factor(measured.codec_s, predicted.codec_s),
         "link": _factor(measured.up_s, predicted.up_s),
         "disk": _factor(measured.write_s, predicted.write_s),
     }
-    # What was faster than planned explains no slow step.
-    if slow and all(factor - 1 <= STEP_TOLERANCE for factor in factors.values()):
+    # What was faster than planned explains no slow step, nor do replays that take hardly any of it.
+    enough = dict(factors)
+    if (replays * compute - 1) * predicted.replay_s <= STEP_TOLERANCE * predicted.step_s / 2:
+        del enough["replays"]
+    if slow and all(factor - 1 <= STEP_TOLERANCE for factor in enough.values()):
         # Nothing says what took longer: what is planned did, in proportion to its seconds.
         planned_s = predicted.codec_s + predicted.recompute_s + predicted.stall_s
         missing_s = measured.step_s - predicted.step_s

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 
 from .candidates import Choices
 from .option_costs import OptionCosts
@@ -48,10 +49,23 @@ class ModuleLayouts:
         saving = np.unique(timeline.module_of[timeline.module_of >= 0]).tolist()
         #: Modules that save anything, in the order in which they run.
         self._order = sorted(saving, key=lambda m: modules[m].begin_s)
-        replay = [own.index("replay") if "replay" in own else 0 for own in timeline.actions]
+        found = [own.index("replay") if "replay" in own else 0 for own in timeline.actions]
+        replay, kept = np.array(found, np.intp), timeline.keep_all().options
+        cheap = np.where(self._is_cheap(replay), replay, kept)
         #: By site the numbers of candidates: of modules that move nothing, and that leave.
-        self._here = _distinct([np.array(replay, np.intp), timeline.keep_all().options])
+        self._here = _distinct([cheap, replay, kept])
         self._away = _distinct([self._leaving(price) for price in AWAY_PRICES])
+
+    def _is_cheap(self, options: Indices) -> npt.NDArray[np.bool_]:
+        """Return which candidates take less for a byte than computing all of the module again."""
+        of, nbytes = self._timeline.module_of, self._timeline.nbytes
+        modules = len(self._checkpoint_s)
+        total = np.bincount(of + 1, nbytes, modules + 1)[1:]
+        byte_s = np.append(self._checkpoint_s / np.maximum(total, 1.0), np.inf)  # of -1: no module
+        cheap: npt.NDArray[np.bool_] = (
+            self._costs.device_s[self._rows, options] < byte_s[of] * nbytes
+        )
+        return cheap
 
     def _leaving(self, price: float) -> Indices:
         """Return the candidates that cost least of those that take none of the device's memory."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from ....errors import ArgumentError, ArgumentTypeError
 from .candidates import Candidate, Choices, Costs
+from .needless import without_needless_moves
 from .plan import Plan, SitePlan
 from .prediction import StepPrediction
 from .profile import StepProfile
@@ -103,6 +104,7 @@ def make_plan(
         )
     if found is None or not found.fits:  # the plan of least memory does
         found = _under(timeline, least.choices, memory_bytes)
+    found = without_needless_moves(found, timeline)
     reason = f"Fits {memory_bytes:,} bytes."
     return described(timeline, found, plain, reason, memory_bytes=memory_bytes)
 

@@ -21,6 +21,8 @@ class StepPrediction:
         Seconds of the device that packing, and that replays and checkpoints take.
     encode_s : float
         Of `codec_s`, those of packing; the rest is unpacking.
+    replay_s : float
+        Of `recompute_s`, those of replays.
     link_bytes, written_bytes : float
         Bytes that leave the device, and those of them that the SSD takes.
     up_s, write_s : float
@@ -41,6 +43,7 @@ class StepPrediction:
     write_s: float = 0.0
     host_bytes: float = 0.0
     encode_s: float = 0.0
+    replay_s: float = 0.0
 
     @property
     def stall_s(self) -> float:

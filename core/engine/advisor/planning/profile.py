@@ -320,6 +320,7 @@ class StepProfile:
         link: float = 1.0,
         disk: float = 1.0,
         encoding: float = 1.0,
+        replays: float = 1.0,
     ) -> StepProfile:
         """Return the profile with times that many times as long.
 
@@ -328,19 +329,20 @@ class StepProfile:
         compute, codecs, link, disk : float
             Factors of the model's times, of encoding and decoding, of crossing the link, and of
             writing and reading an SSD.
-        encoding : float
-            A further factor of encoding alone.
+        encoding, replays : float
+            A further factor of encoding alone, and of replays beside other compute.
         """
         for name, factor in (
             ("compute", compute), ("codecs", codecs), ("link", link), ("disk", disk),
-            ("encoding", encoding),
+            ("encoding", encoding), ("replays", replays),
         ):  # fmt: skip
             if not (math.isfinite(factor) and factor > 0):
                 raise ArgumentError(f"{name}: {factor}, accepted are finite numbers above 0")
         return replace(
             self,
             sites=tuple(
-                _scaled_site(each, compute, codecs * encoding, codecs) for each in self.sites
+                _scaled_site(each, compute, compute * replays, codecs * encoding, codecs)
+                for each in self.sites
             ),
             modules=tuple(_scaled_module(each, compute) for each in self.modules),
             turn_s=self.turn_s * compute,
@@ -401,7 +403,7 @@ def _read_site(found: Mapping[str, Any]) -> SiteProfile:
 
 
 def _scaled_site(
-    site: SiteProfile, compute: float, encoding: float, decoding: float
+    site: SiteProfile, compute: float, replays: float, encoding: float, decoding: float
 ) -> SiteProfile:
     packings = {
         name: replace(each, encode_s=each.encode_s * encoding, decode_s=each.decode_s * decoding)
@@ -413,7 +415,7 @@ def _scaled_site(
         released_s=site.released_s * compute,
         read_s=site.read_s * compute,
         freed_s=site.freed_s * compute,
-        replay_s=None if site.replay_s is None else site.replay_s * compute,
+        replay_s=None if site.replay_s is None else site.replay_s * replays,
         packings=packings,
     )
 

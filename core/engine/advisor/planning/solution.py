@@ -59,3 +59,8 @@ class Priced:
     checkpoint_s: Floats
     alive: Floats
     again: Floats
+
+
+def repriced_tier(price: float, full: bool) -> float:
+    """Return the price of a byte of a tier that is full, or is not."""
+    return max(price * 2, 1e-13) if full else price * 0.7

@@ -23,7 +23,7 @@ import numpy as np
 from .candidates import Choices
 from .module_layouts import ModuleLayouts
 from .option_costs import OptionCosts
-from .solution import MARGIN_BYTES, Priced, Prices, Solution
+from .solution import MARGIN_BYTES, Priced, Prices, Solution, repriced_tier
 from .tier_room import with_room
 from .timeline import Floats, Timeline
 
@@ -34,7 +34,7 @@ ROUNDS, COARSE_ROUNDS = 14, 4
 #: Prices of all queues' seconds, of which the best is adapted by site; where a site's begins.
 UNIFORM, FIRST_PRICE = (0.0, 0.01, 0.03, 0.08, 0.15, 0.3, 0.5, 1.0), 0.02
 #: Share of the effort left behind the prices that layouts of modules take at most.
-LAYOUT_SHARE = 0.5
+LAYOUT_SHARE = 0.2
 #: Plans that are crossed with the best one, and steps of halving for each.
 CROSSED, CROSSED_STEPS = 2, 5
 #: Most moments at which memory is short that prices are made for.
@@ -266,10 +266,15 @@ class Solver:
         fits = partial(self._fits, limit=limit)
         followed = partial(self._followed, limit=limit, seen=seen)
         best = min((best, *map(followed, self._starts(limit))), key=Solution.rank)
-        best = self._crossed(best, limit, seen)
-        best = self._layouts.best(best, fits, followed, int(LAYOUT_SHARE * self._budget))
-        best, used = self._improve(best, used, limit, seen)
-        return self._wander(best, used, limit, seen)
+        priced = self._crossed(best, limit, seen)
+        best = self._layouts.best(priced, fits, followed, int(LAYOUT_SHARE * self._budget))
+        # From a layout few changes lead to what those of the other plan lead to: half for each.
+        left, self._budget = self._budget, self._budget // 2
+        improved, prices = self._improve(priced, used, limit, seen)
+        self._budget += left - left // 2
+        if improved.better_than(best):
+            best, used = improved, prices
+        return self._wander(*self._improve(best, used, limit, seen), limit, seen)
 
     def _evenly_priced(
         self, limit: float, seen: dict[bytes, Solution], tried: tuple[float, ...]
@@ -463,11 +468,11 @@ class Solver:
         overfull = self._overfull.get(found.choices.key(), frozenset())
         if profile.host_bytes is not None:
             over = float((self._costs.host[chosen] * outside).sum()) > 0.999 * profile.host_bytes
-            host = _moved_price(host, over or "host" in overfull)
+            host = repriced_tier(host, over or "host" in overfull)
         most = profile.most_disk_bytes
         if most is not None:
             over = float((self._costs.disk[chosen] * outside).sum()) > 0.999 * most
-            disk = _moved_price(disk, over or "disk" in overfull)
+            disk = repriced_tier(disk, over or "disk" in overfull)
         return replace(prices, queues=queues, host=host, disk=disk)
 
     def _starts(self, limit: float) -> Iterator[Choices]:
@@ -591,8 +596,3 @@ class Solver:
                 if added == TAKERS:
                     break
         return found
-
-
-def _moved_price(price: float, over: bool) -> float:
-    """Return the price of a byte of a tier that is full, or is not."""
-    return max(price * 2, 1e-13) if over else price * 0.7

@@ -339,9 +339,8 @@ class _Run:
             seconds = timeline.profile.modules[m].checkpoint_s
             self._recomputes[at] = self._recomputes.get(at, 0.0) + seconds
         changed = [i for i, a in enumerate(self._action) if a not in ("keep", "checkpoint")]
-        for i in changed:
-            if self._action[i] != "replay":
-                self._saves.setdefault(int(timeline.saved[i]), []).append(i)
+        for i in self._where("device", "host", "disk"):
+            self._saves.setdefault(int(timeline.saved[i]), []).append(i)
         # Those of one moment: what was saved last is read first.
         for i in sorted(changed, key=lambda i: (self._read[i], -i)):
             self._reads.setdefault(self._read[i], []).append(i)
@@ -568,16 +567,17 @@ class _Run:
             self._stalls[1] += back - self._now
             self._now = back
         self._now += costs.backward_s
-        if self._action[i] == "replay":
-            self._recompute_s += costs.backward_s
-        else:
+        if self._action[i] != "replay":
             self._codec_s += costs.backward_s
+
+    def _where(self, *actions: str) -> list[int]:
+        return [i for i, action in enumerate(self._action) if action in actions]
 
     def result(self) -> tuple[StepPrediction, Trace]:
         """Return what came of it."""
-        moved = [i for i, a in enumerate(self._action) if a in ("host", "disk")]
-        written = [i for i in moved if self._action[i] == "disk"]
+        moved, written = self._where("host", "disk"), self._where("disk")
         costs = self._costs
+        replay_s = math.fsum(costs[i].backward_s for i in self._where("replay"))
         link_bytes = sum(costs[i].moved_bytes for i in moved)
         written_bytes = sum(costs[i].moved_bytes for i in written)
         return (
@@ -588,7 +588,8 @@ class _Run:
                 backward_stall_s=self._stalls[1],
                 codec_s=self._codec_s,
                 encode_s=self._encode_s,
-                recompute_s=self._recompute_s,
+                recompute_s=self._recompute_s + replay_s,
+                replay_s=replay_s,
                 link_bytes=link_bytes,
                 written_bytes=written_bytes,
                 up_s=sum(costs[i].up_s for i in moved),

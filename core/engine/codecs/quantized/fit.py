@@ -368,7 +368,7 @@ class ScaledSteps:
             self._far = self.values - self._center[None, :, None]
         elif fmt.granularity is Granularity.TOKEN_LEVEL:
             self._unit = mean_square(self.values)
-            self._center = torch.zeros((), device=sample.device)
+            self._center = torch.zeros((), dtype=torch.float32, device=sample.device)
             self._far = self.values
         else:
             self._unit, self._center = spans(self.values, fmt)

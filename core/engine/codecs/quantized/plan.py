@@ -70,7 +70,10 @@ class TilePlan:
         if fmt.granularity is Granularity.TOKEN_LEVEL:
             level_steps, level_squares = level_tables()
         else:
-            level_steps, level_squares = torch.empty(0), torch.empty(0)
+            level_steps, level_squares = (
+                torch.empty(0, dtype=torch.float32),
+                torch.empty(0, dtype=torch.float32),
+            )
         longest = self.lengths.max(axis=1)
         attend_codes, attend_blocks = attend_tables(self.block_class, self.radius, longest, lookup)
         return TileTables(

@@ -159,7 +159,9 @@ class PromptAttention:
             first = first_valid.to(tokens.device)[self._lines]
             padding = (tokens < first[:, None]).repeat_interleave(self._heads, dim=0)
             hidden = hidden | padding[:, None]
-        return torch.zeros(hidden.shape, device=tokens.device).masked_fill(hidden, -math.inf)
+        return torch.zeros(hidden.shape, dtype=torch.float32, device=tokens.device).masked_fill(
+            hidden, -math.inf
+        )
 
     def _of_rows(
         self, sink_logits: torch.Tensor | None, groups: int, count: int, lines: int

@@ -31,6 +31,7 @@ from bitslab.engine.advisor.planning import (
     offload_units,
     predicted_again,
 )
+from tests.engine.advisor.planning.test_module_layouts import layers_profile
 
 PROFILE = drawn_profile(1, 20)
 LIMIT = 130_000_000
@@ -326,6 +327,34 @@ def test_packing_that_is_too_short_to_be_seen_is_not_corrected() -> None:
     )
     found = compare(tiny, [step, step], turn_s=PACKED.turn_s)
     assert [found.compute, found.encoding] == pytest.approx([1.1, 1.0], rel=0.01)
+
+
+def test_replays_are_corrected_apart_from_other_compute() -> None:
+    """The device computes 1.1 times as long as profiled, and replays take 1.5 times as long."""
+    profile = layers_profile(16, link_bytes_per_s=20e9, replays=True)
+    kept = Timeline(profile).predict(Timeline(profile).keep_all()).peak_bytes
+    limit_bytes = int(kept * 0.6)
+    plan = make_plan(profile, memory_bytes=limit_bytes)
+    true = profile.scaled(compute=1.1, replays=1.5 / 1.1)
+    timeline = Timeline(true)
+    p = timeline.predict(timeline.choices(plan.choices()), limit_bytes=limit_bytes)
+    assert p.replay_s == pytest.approx(1.5 * plan.prediction.replay_s) and p.replay_s > 0
+    step = MeasuredStep(
+        p.step_s * 1.06,
+        p.peak_bytes,
+        compute_s=p.step_s - p.stall_s - (p.codec_s - p.encode_s),
+        forward_compute_s=true.turn_s + p.encode_s,
+        replay_s=p.replay_s,
+    )
+    found = compare(plan, [step, step], turn_s=profile.turn_s)
+    assert [found.compute, found.replays] == pytest.approx([1.1, 1.5 / 1.1], rel=1e-3)
+    now = Timeline(found.corrected(profile))
+    again = now.predict(now.choices(plan.choices()), limit_bytes=limit_bytes)
+    assert again.replay_s == pytest.approx(p.replay_s, rel=1e-3)
+    assert again.step_s == pytest.approx(p.step_s, rel=1e-3)
+    # Where nobody says what replays took, they are compute as any other.
+    whole = compare(plan, [replace(step, replay_s=None)] * 2, turn_s=profile.turn_s)
+    assert 1.1 < whole.compute < 1.5 and whole.replays == 1.0
 
 
 def test_where_nothing_says_why_all_that_was_planned_is_slower(plan: Plan) -> None:
