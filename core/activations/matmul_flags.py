@@ -49,7 +49,7 @@ def _set(flags: Flags) -> None:
         matmul.fp32_precision, _mkldnn().fp32_precision = precision
     matmul.allow_fp16_reduced_precision_reduction = fp16
     matmul.allow_bf16_reduced_precision_reduction = bf16
-    torch.backends.mkldnn.set_flags(mkldnn)
+    torch.backends.mkldnn.set_flags(mkldnn)  # type: ignore[no-untyped-call]
 
 
 def _mkldnn() -> Any:
