@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,8 +19,22 @@ from torch.autograd.function import BackwardCFunction
 from ..engine.versions import version_of
 from ..errors import ModifiedInPlaceError
 
-#: Storages by number, with the version of the tensor in it; None for one that several share.
-Storages = dict[int, "tuple[weakref.ref[torch.UntypedStorage], int] | None"]
+
+class StoredTensor(NamedTuple):
+    """A storage, its bytes, and the version of the tensor in it, at a moment."""
+
+    ref: weakref.ref[torch.UntypedStorage]
+    nbytes: int
+    version: int
+
+    def is_there(self) -> bool:
+        """Return whether the storage lives, with as many bytes: it may be emptied meanwhile."""
+        storage = self.ref()
+        return storage is not None and storage.nbytes() == self.nbytes
+
+
+#: Storages by number; None for one that several tensors share.
+Storages = dict[int, StoredTensor | None]
 #: Functions of autograd between a leaf and what is only another form of it.
 _FORMS = (
     "ToCopy",
@@ -175,5 +190,6 @@ def storages_of(tensors: Iterable[torch.Tensor | None]) -> Storages:
             continue
         storage = t.untyped_storage()
         number = id(storage)
-        found[number] = None if number in found else (weakref.ref(storage), version_of(t))
+        own = StoredTensor(weakref.ref(storage), storage.nbytes(), version_of(t))
+        found[number] = None if number in found else own
     return found

@@ -7,6 +7,7 @@ its tensors are read at once, so that moving them would cost two crossings and s
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 
 import torch
@@ -82,13 +83,18 @@ def refuse_capture() -> None:
 def _moved_pass(hooks: SavedTensorHooks, parameters: Storages) -> Iterator[None]:
     entered = hooks.enter(parameters)
     try:
-        functions = hook_functions(entered.noting(hooks.pack), hooks.unpack)
+        pack, unpack = entered.noting(hooks.pack), hooks.unpack
+        if entered.operands is not None:
+            unpack = functools.partial(hooks.unpack)  # of this pass alone
+        functions = hook_functions(pack, unpack)
         if entered.operands is not None:
             entered.operands.unpack = functions[1]
         with torch.autograd.graph.saved_tensors_hooks(*functions):
             yield
     finally:
         hooks.leave()
+        if entered.operands is not None:
+            entered.operands.close()
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,47 +11,48 @@ import torch
 Flags = tuple[Any, ...]
 
 
+def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any], None]]:
+    return lambda: getattr(owner, name), lambda value: setattr(owner, name, value)
+
+
+def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """Return by setting what reads and what writes it, and nothing beside it."""
+    cuda, mkldnn = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
+    found: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
+        _attribute(cuda, "allow_fp16_reduced_precision_reduction"),
+        _attribute(cuda, "allow_bf16_reduced_precision_reduction"),
+        (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    ]
+    if hasattr(cuda, "allow_fp16_accumulation"):
+        found.append(_attribute(cuda, "allow_fp16_accumulation"))
+    if mkldnn is None:  # before torch 2.9
+        found.append((torch.get_float32_matmul_precision, torch.set_float32_matmul_precision))
+    else:  # each by itself: what sets both would change the other one
+        found += [_attribute(cuda, "fp32_precision"), _attribute(mkldnn, "fp32_precision")]
+    return found
+
+
+_SETTINGS = _settings()
+
+
 def matmul_flags() -> Flags:
     """Return the settings as they are."""
-    matmul = torch.backends.cuda.matmul
-    try:
-        precision: Any = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set by fp32_precision, and torch reads it by that alone then
-        precision = matmul.fp32_precision, _mkldnn().fp32_precision
-    return (
-        precision,
-        matmul.allow_fp16_reduced_precision_reduction,
-        matmul.allow_bf16_reduced_precision_reduction,
-        torch.backends.mkldnn.enabled,
-    )
+    return tuple(read() for read, _ in _SETTINGS)
 
 
 @contextlib.contextmanager
 def under_flags(flags: Flags) -> Iterator[None]:
     """Run with the settings of another moment, where they were others."""
-    now = matmul_flags()
-    if now == flags:
-        yield
-        return
-    _set(flags)
+    before = matmul_flags()
+    changed = [
+        (write, now, then)
+        for (_, write), now, then in zip(_SETTINGS, before, flags, strict=True)
+        if now != then
+    ]
     try:
+        for write, _, then in changed:
+            write(then)
         yield
     finally:
-        _set(now)
-
-
-def _set(flags: Flags) -> None:
-    matmul = torch.backends.cuda.matmul
-    precision, fp16, bf16, mkldnn = flags
-    if isinstance(precision, str):
-        torch.set_float32_matmul_precision(precision)
-    else:
-        matmul.fp32_precision, _mkldnn().fp32_precision = precision
-    matmul.allow_fp16_reduced_precision_reduction = fp16
-    matmul.allow_bf16_reduced_precision_reduction = bf16
-    torch.backends.mkldnn.set_flags(mkldnn)  # type: ignore[no-untyped-call]
-
-
-def _mkldnn() -> Any:
-    """Return a CPU's settings, which torch has since 2.9."""
-    return getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 - not in torch's types
+        for write, now, _ in changed:
+            write(now)

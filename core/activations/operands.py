@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..engine.versions import version_of
-from .guards import Storages, is_cast_of_leaf, is_form_of_leaf, is_plain
+from .guards import Storages, StoredTensor, is_cast_of_leaf, is_form_of_leaf, is_plain
 
 #: Bytes that addresses of a matrix product's operands are multiples of, on a CPU and a GPU: what
 #: comes back lies at such an address, and at others products may have other bits.
@@ -43,9 +43,9 @@ class Operands:
     ----------
     unpack : callable or None
         The hook by which autograd reads what was noted.
-    shared : set of int
-        Numbers of storages of the model from which more than one weight was saved: whose memory is
-        filled with one after another.
+    unsure : set of int
+        Numbers of storages of the model from which more than one weight was saved, whose memory is
+        filled with one after another, and of those that were emptied when the pass ended.
     """
 
     def __init__(self, parameters: Storages) -> None:
@@ -58,7 +58,7 @@ class Operands:
         #: Storages of weights that nodes saved.
         self._weights: dict[int, list[int]] = {}
         self._owners: dict[int, int] = {}
-        self.shared: set[int] = set()
+        self.unsure: set[int] = set()
 
     def noting(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
         """Return a hook that also takes note of what it is given."""
@@ -80,12 +80,12 @@ class Operands:
         storage = t.untyped_storage()
         number = id(storage)
         known = self._parameters.get(number)
-        if known is None or known[0]() is not storage:
+        if known is None or known.ref() is not storage:
             # Other leaves are whoever's that called, or were gathered for a layer.
             return not is_form_of_leaf(t) or is_cast_of_leaf(t)
         base = t if t._base is None else t._base
         if self._owners.setdefault(number, id(base)) != id(base):
-            self.shared.add(number)
+            self.unsure.add(number)
         self._weights.setdefault(node, []).append(number)
         return True
 
@@ -111,7 +111,7 @@ class Operands:
         """Return whether a saved tensor is read by the hook of this pass; reads nothing."""
         if not _NAMES_HOOKS:
             return not _SAVES_ALONE
-        found: bool = saved is not None and saved.unpack_hook == self.unpack
+        found: bool = saved is not None and saved.unpack_hook is self.unpack
         return found
 
     def knows_leaf(self, leaf: torch.Tensor) -> bool:
@@ -120,8 +120,18 @@ class Operands:
             return False
         storage = leaf.untyped_storage()
         known = self._parameters.get(id(storage))
-        return known is not None and known[0]() is storage and known[1] == version_of(leaf)
+        if known is None or known.ref() is not storage or not known.is_there():
+            return False
+        return known.version == version_of(leaf)
 
-    def weights(self, node: Any) -> list[int]:
-        """Return the numbers of the storages of weights that a node saved."""
-        return self._weights.get(node._sequence_nr(), [])
+    def close(self) -> None:
+        """Take note of weights that are emptied now: the pass is over."""
+        for number in {number for own in self._weights.values() for number in own}:
+            known = self._parameters[number]
+            if known is None or not known.is_there():
+                self.unsure.add(number)
+
+    def weights(self, node: Any) -> dict[int, StoredTensor]:
+        """Return the storages of weights that a node saved, by number."""
+        numbers = self._weights.get(node._sequence_nr(), [])
+        return {n: known for n in numbers if (known := self._parameters[n]) is not None}

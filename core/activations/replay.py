@@ -15,8 +15,8 @@ replayed from the node's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ import torch
 from ..engine.tensor_bits import INTEGERS
 from ..engine.versions import version_of
 from ..errors import BitslabError
-from .guards import modified
+from .guards import StoredTensor, modified
 from .identity import root_of
 from .matmul_flags import matmul_flags, under_flags
 from .operands import Operands
@@ -55,7 +55,7 @@ class _Search:
 
     def __init__(self, operands: Operands | None) -> None:
         self.operations: list[str] = []
-        self.weights: set[int] = set()
+        self.weights: dict[int, StoredTensor] = {}
         self._operands = operands
 
     def add(self, operation: str) -> None:
@@ -66,8 +66,10 @@ class _Search:
         """Return whether what a node saved is as it was when that is read."""
         if self._operands is None:
             return True
-        self.weights.update(self._operands.weights(node))
-        return self._operands.knows(node, *saved, aligned=aligned)
+        weights = self._operands.weights(node)
+        self.weights |= weights
+        there = all(each.is_there() for each in weights.values())
+        return there and self._operands.knows(node, *saved, aligned=aligned)
 
     def may_read_leaf(self, leaf: torch.Tensor) -> bool:
         """Return whether a leaf that no node saved is where it was."""
@@ -91,8 +93,8 @@ class Replay:
         Its dtype.
     device_type : str
         Type of the device that it is on.
-    weights : frozenset of int
-        Numbers of the storages of weights that are read.
+    weights : dict
+        Storages of weights that are read, by number.
     """
 
     operations: tuple[str, ...]
@@ -101,7 +103,7 @@ class Replay:
     dtype: torch.dtype
     device_type: str
     _compute: _Value
-    weights: frozenset[int] = frozenset()
+    weights: Mapping[int, StoredTensor] = field(default_factory=dict)
 
     @property
     def signature(self) -> tuple[Any, ...]:
@@ -119,8 +121,14 @@ class Replay:
         ModifiedInPlaceError
             When a leaf that it is computed from was changed in place since.
         BitslabError
-            When the graph was freed that it is computed from, or it comes out in another form.
+            When the graph that it is computed from was freed, or a weight given up, or it comes out
+            in another form.
         """
+        if not all(each.is_there() for each in self.weights.values()):
+            raise BitslabError(
+                f"replay of {self.operations[0]}: a weight that it reads was given up since its "
+                "forward pass; attach with recompute=False"
+            )
         try:
             with torch.no_grad(), torch.autocast(self.device_type, enabled=False):
                 t = self._compute()
@@ -175,9 +183,9 @@ def replay_of(t: torch.Tensor, operands: Operands | None = None) -> Replay | Non
         return None
     search = _Search(operands)
     compute = _output_of(node, _Known(t.dtype, t.shape), search)
-    if compute is None or (operands is not None and search.weights & operands.shared):
+    if compute is None or (operands is not None and search.weights.keys() & operands.unsure):
         return None
-    found, of = tuple(search.operations), frozenset(search.weights)
+    found, of = tuple(search.operations), search.weights
     return Replay(found, tuple(t.shape), t.stride(), t.dtype, t.device.type, compute, of)
 
 
@@ -368,13 +376,26 @@ def _matrix_product_and_bias(node: Any, known: _Known, search: _Search) -> _Valu
     following = [each for each, _ in node.next_functions]
     if None in following or not search.may_read(node, "mat1", "mat2", aligned=True):
         return None
-    bias = _input_of(node, "", 0, search, _Known(known.dtype))
+    bias = _bias_of(node, search, _Known(known.dtype))
     if bias is None:
         return None
     # No node saves it, so that it may be changed before the backward pass.
     with torch.no_grad():
         added = bias().clone()
     return _as_now(lambda: torch.addmm(added, _saved(node, "mat1"), _saved(node, "mat2"), **scales))
+
+
+def _bias_of(node: Any, search: _Search, known: _Known) -> _Value | None:
+    """Return what gives a vector that is added: a leaf, or the cast of one; nothing else is small.
+
+    It is computed at once, and so must read nothing that was saved.
+    """
+    leaf = node.next_functions[0][0]
+    if leaf.name() == "ToCopyBackward0":
+        leaf = leaf.next_functions[0][0]
+    if leaf is None or leaf.name() != _LEAF or leaf.variable.dim() > 1:
+        return None
+    return _input_of(node, "", 0, search, known)
 
 
 def _as_now(multiply: _Value) -> _Value:

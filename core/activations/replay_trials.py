@@ -27,7 +27,7 @@ class TriedReplay:
         When it began and ended.
     differing : torch.Tensor
         int64 ``[]``, the elements that have other bits.
-    weights : frozenset of int
+    weights : set of int
         Numbers of the storages of weights that it reads.
     operands : Operands
         Of its pass.
@@ -39,7 +39,7 @@ class TriedReplay:
     begin: Moment
     end: Moment
     differing: torch.Tensor
-    weights: frozenset[int]
+    weights: set[int]
     operands: Operands
     sources: tuple[str, ...] = ()
 
@@ -58,7 +58,7 @@ def tried_replay(
     now : callable
         Returns the moment that the device has reached.
     """
-    with contextlib.suppress(BitslabError, torch.OutOfMemoryError):
+    with contextlib.suppress(BitslabError, RuntimeError):  # as memory that runs out; optional
         found = replay_of(root, operands)
         if found is None:
             return None
@@ -68,7 +68,8 @@ def tried_replay(
         end = now()
         differing = differing_elements(again, root)
         if differing is not None:
-            return TriedReplay(found.signature, begin, end, differing, found.weights, operands)
+            weights = set(found.weights)
+            return TriedReplay(found.signature, begin, end, differing, weights, operands)
     return None
 
 
@@ -87,5 +88,5 @@ def exact_replays(tried: Mapping[str, TriedReplay | None]) -> dict[str, TriedRep
     return {
         name: each
         for (name, each), n in zip(found.items(), differing, strict=True)
-        if not n and not each.weights & each.operands.shared
+        if not n and not each.weights & each.operands.unsure
     }

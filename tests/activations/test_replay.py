@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from bitslab import BitslabError, ModifiedInPlaceError
 from bitslab.activations.guards import storages_of
 from bitslab.activations.identity import root_of
+from bitslab.activations.matmul_flags import Flags, matmul_flags, under_flags
 from bitslab.activations.operands import Operands
 from bitslab.activations.replay import Replay, is_exact, replay_of, replayable
 
@@ -59,6 +60,7 @@ NOT_REPLAYED: dict[str, Make] = {
     "product with a constant": lambda a, b, w: a @ b.detach().t(),
     "product of a constant": lambda a, b, w: a.detach() @ b.t(),
     "constant and product": lambda a, b, w: torch.addmm(w.detach(), a, (b.t() @ b)),
+    "replay and product": lambda a, b, w: torch.addmm(F.silu(a), a, (b.t() @ b)),
     "relu": lambda a, b, w: F.relu(a),  # which its own node keeps
     "softmax": lambda a, b, w: F.softmax(a, -1),
     "view": lambda a, b, w: F.silu(a).view(-1),
@@ -341,6 +343,34 @@ def test_a_bias_that_was_changed_since_the_pass_began_is_not_read() -> None:
         assert replay_of(root, operands) is None
 
 
+@pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
+def test_weights_that_are_emptied_are_noticed(bias: bool) -> None:
+    """As FSDP2 does behind a layer with those that it kept for the next micro-batch."""
+    model = Linear(bias)
+    with noting(model.parameters()) as operands:
+        root = root_of(model(x_of(16, 32) * 2))
+        found = replay_of(root, operands)
+        assert found is not None
+        weight = model.layer.weight.untyped_storage()
+        nbytes, kept = weight.nbytes(), model.layer.weight.detach().clone()
+        operands.close()
+        assert not operands.unsure
+        weight.resize_(0)
+        assert replay_of(root, operands) is None
+        with pytest.raises(BitslabError, match="a weight that it reads was given up"):
+            found.tensor()
+        operands.close()
+        assert operands.unsure == set(found.weights)
+    weight.resize_(nbytes)
+    with torch.no_grad():
+        model.layer.weight.copy_(kept)
+    if bias:
+        with noting(model.parameters()) as operands:
+            root = root_of(model(x_of(16, 32) * 2))
+            model.layer.bias.untyped_storage().resize_(0)
+            assert replay_of(root, operands) is None
+
+
 def test_weights_in_memory_that_others_use_are_not_read() -> None:
     flat = torch.nn.Parameter(torch.zeros(2 * 32 * 48))
     one, other = Linear(False), Linear(False)
@@ -353,10 +383,10 @@ def test_weights_in_memory_that_others_use_are_not_read() -> None:
     weights[1].data = torch.zeros(48, 32)
     with noting(weights) as operands:
         found = replay_of(root_of(one(x * 2)), operands)
-        assert found is not None and not found.weights & operands.shared
+        assert found is not None and not found.weights.keys() & operands.unsure
         weights[1].data = weights[0].data
         other(x * 2)
-        assert found.weights & operands.shared
+        assert found.weights.keys() & operands.unsure
         assert replay_of(root_of(one(x * 2)), operands) is None
 
 
@@ -405,17 +435,18 @@ def test_products_of_operands_at_odd_addresses_are_no_replays() -> None:
 def test_products_have_the_settings_that_they_were_made_under() -> None:
     model = Linear()
     before = torch.get_float32_matmul_precision()
-    used: list[tuple[str, bool]] = []
+    used: list[Flags] = []
     addmm = torch.addmm
 
     def watched(*args: Any, **options: Any) -> torch.Tensor:
-        used.append((torch.get_float32_matmul_precision(), bool(torch.backends.mkldnn.enabled)))
+        used.append(matmul_flags())
         return addmm(*args, **options)
 
     try:
         torch.set_float32_matmul_precision("medium")
         torch.backends.mkldnn.set_flags(False)
         found = replay_of(root_of(model(x_of(16, 32) * 2)))
+        flags = matmul_flags()
     finally:
         torch.set_float32_matmul_precision(before)
         torch.backends.mkldnn.set_flags(True)
@@ -423,9 +454,57 @@ def test_products_have_the_settings_that_they_were_made_under() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "addmm", watched)
         found.tensor()
-    assert used == [("medium", False)]
+    assert used == [flags] != [matmul_flags()]
     assert torch.get_float32_matmul_precision() == before
     assert torch.backends.mkldnn.enabled
+
+
+def set_precisely(precision: str) -> Callable[[], None]:
+    return lambda: torch.set_float32_matmul_precision(precision)
+
+
+def set_of_cuda(name: str, value: object) -> Callable[[], None]:
+    return lambda: setattr(torch.backends.cuda.matmul, name, value)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_precisely("medium"),
+        set_of_cuda("allow_tf32", True),
+        set_of_cuda("allow_bf16_reduced_precision_reduction", False),
+        lambda: torch._C._set_mkldnn_enabled(False),
+    ],
+    ids=["precision", "TF32", "reductions", "oneDNN"],
+)
+def test_settings_are_left_as_they_were(change: Callable[[], None], restored: None) -> None:
+    before = settings()
+    flags = matmul_flags()
+    change()
+    changed = settings()
+    assert changed != before
+    with under_flags(flags):
+        assert matmul_flags() == flags
+    assert settings() == changed
+
+
+def settings() -> list[Any]:
+    """Return all that torch says of products and convolutions."""
+    cuda, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn
+    found: list[Any] = [torch.get_float32_matmul_precision(), cuda.allow_tf32]
+    for owner in (cuda, mkldnn, *(getattr(mkldnn, n, None) for n in ("matmul", "conv", "rnn"))):
+        found.append(getattr(owner, "fp32_precision", None))
+    found += [cuda.allow_fp16_reduced_precision_reduction, mkldnn.enabled]
+    return [*found, cuda.allow_bf16_reduced_precision_reduction]
+
+
+@pytest.fixture
+def restored() -> Iterator[None]:
+    """Let torch's settings be the default ones behind a test."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    torch._C._set_mkldnn_enabled(True)
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias", "input"])
