@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import statistics
-
+import numpy as np
 import torch
 
 from ..engine.advisor.planning import MeasuredStep
@@ -139,7 +138,7 @@ class MeasuredPass:
             if i < len(hooks_s):
                 by_size.setdefault(packed, []).append(hooks_s[i])
         return sum(
-            min(seconds, WAITED * statistics.median(took))
+            min(seconds, WAITED * float(np.median(took)))
             for took in by_size.values()
             for seconds in took
         )
