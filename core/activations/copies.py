@@ -17,7 +17,7 @@ from ..engine.transfer import Event, Mark, StreamLane
 from ..engine.versions import version_of
 from .disk import Ticket
 from .forms import Gaps, SavedForm
-from .guards import Storages, modified, version_witness
+from .guards import modified, version_witness
 from .host_packing import RawOnHost
 from .host_room import HostMemory
 from .identity import Span, root_of, span_of
@@ -46,8 +46,8 @@ class Pass:
     ----------
     number : int
         From 0, of all passes.
-    parameters : dict
-        Storages that are left alone, by number (`guards.storages_of`).
+    parameters : set of int
+        Numbers of the storages that are left alone.
 
     Attributes
     ----------
@@ -55,7 +55,7 @@ class Pass:
         By site, in order, the copy that it made, while anybody wants that.
     """
 
-    def __init__(self, number: int, parameters: Storages) -> None:
+    def __init__(self, number: int, parameters: set[int]) -> None:
         self.number = number
         self.parameters = parameters
         #: What this pass is to be profiled by.

@@ -8,9 +8,8 @@ compared when it is read, so that the same programs are refused with the same er
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import TypeGuard
 
 import torch
 from torch import nn
@@ -19,22 +18,6 @@ from torch.autograd.function import BackwardCFunction
 from ..engine.versions import version_of
 from ..errors import ModifiedInPlaceError
 
-
-class StoredTensor(NamedTuple):
-    """A storage, its bytes, and the version of the tensor in it, at a moment."""
-
-    ref: weakref.ref[torch.UntypedStorage]
-    nbytes: int
-    version: int
-
-    def is_there(self) -> bool:
-        """Return whether the storage lives, with as many bytes: it may be emptied meanwhile."""
-        storage = self.ref()
-        return storage is not None and storage.nbytes() == self.nbytes
-
-
-#: Storages by number; None for one that several tensors share.
-Storages = dict[int, StoredTensor | None]
 #: Functions of autograd between a leaf and what is only another form of it.
 _FORMS = (
     "ToCopy",
@@ -179,17 +162,14 @@ def _is_form(name: str) -> bool:
     return name.rstrip("0123456789").removesuffix("Backward") in _FORMS
 
 
-def storages_of(tensors: Iterable[torch.Tensor | None]) -> Storages:
-    """Return the storages of tensors by number, None for one that several of these share.
+def storages_of(tensors: Iterable[torch.Tensor | None]) -> set[int]:
+    """Return the numbers of the storages of tensors, while these live.
 
     Tensors of a transform of torch.func, which ``functional_call`` gives a model, have none.
     """
-    found: Storages = {}
-    for t in tensors:
-        if t is None or type(t) not in _PLAIN_TYPES or t.layout is not _STRIDED or _is_wrapped(t):
-            continue
-        storage = t.untyped_storage()
-        number = id(storage)
-        own = StoredTensor(weakref.ref(storage), storage.nbytes(), version_of(t))
-        found[number] = None if number in found else own
-    return found
+    return {id(t.untyped_storage()) for t in tensors if has_storage(t)}
+
+
+def has_storage(t: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    """Return whether a tensor is dense, of torch's own class and of no transform."""
+    return t is not None and type(t) in _PLAIN_TYPES and t.layout is _STRIDED and not _is_wrapped(t)

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 
 from ..engine.versions import version_of
 from ..errors import ArgumentError
 from .compiled import hook_functions
-from .guards import Storages
+from .guards import storages_of
 from .hooks import KeptTensor, SavedTensorHooks
+from .operands import Operands
+
+Tensors = Iterable[torch.Tensor | None]
 
 _HOOKS_OFF = (
     "saved tensors are kept on the device where torch's hooks are turned off "
@@ -30,7 +34,7 @@ _AGAIN = (
 
 def hooked_pass(
     hooks: SavedTensorHooks,
-    parameters: Callable[[], Storages],
+    parameters: Callable[[], Tensors],
     note: Callable[[str], None],
     rests: Callable[[], bool] = lambda: False,
 ) -> contextlib.AbstractContextManager[None]:
@@ -41,7 +45,7 @@ def hooked_pass(
     hooks : SavedTensorHooks
         What moves them.
     parameters : callable
-        Returns the storages that are left alone; called where a pass begins that is moved.
+        Returns the tensors that are left alone; called where a pass begins that is moved.
     note : callable
         Called with what the report is to say.
     rests : callable
@@ -80,21 +84,25 @@ def refuse_capture() -> None:
 
 
 @contextlib.contextmanager
-def _moved_pass(hooks: SavedTensorHooks, parameters: Storages) -> Iterator[None]:
-    entered = hooks.enter(parameters)
+def _moved_pass(hooks: SavedTensorHooks, parameters: Tensors) -> Iterator[None]:
+    entered = hooks.enter(storages_of(parameters))
+    pack: Callable[..., Any] = hooks.pack
+    unpack: Callable[..., Any] = hooks.unpack
+    operands = None
     try:
-        pack, unpack = entered.noting(hooks.pack), hooks.unpack
-        if entered.operands is not None:
-            unpack = functools.partial(hooks.unpack)  # of this pass alone
-        functions = hook_functions(pack, unpack)
-        if entered.operands is not None:
-            entered.operands.unpack = functions[1]
-        with torch.autograd.graph.saved_tensors_hooks(*functions):
+        if entered.has_replays:
+            operands = entered.operands = Operands(parameters)
+            # An object of this pass alone, by which its saved tensors are known.
+            pack, unpack = operands.recording(pack), functools.partial(unpack)
+        pack, unpack = hook_functions(pack, unpack)
+        if operands is not None:
+            operands.unpack = unpack
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             yield
     finally:
         hooks.leave()
-        if entered.operands is not None:
-            entered.operands.close()
+        if operands is not None:
+            operands.close()
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from ..errors import BitslabError, add_note
 from .copies import KeptView, SavedView, StoredCopy
 from .executor import Executor
 from .forms import SavedForm
-from .guards import Storages, is_computed_again, is_form_of_leaf, is_plain, unchanged
+from .guards import is_computed_again, is_form_of_leaf, is_plain, unchanged
 from .host_room import HostMemoryError
 from .identity import CopyTable, Span, base_of, span_of
 from .local_copies import LocalCopy, PackedCopy, UnsizedCopies, packed_copy, replayed_copy
@@ -104,7 +104,7 @@ class SavedTensorHooks:
         """Name sites by modules, and move tensors of some devices only."""
         self._module_names, self._devices = names, devices
 
-    def enter(self, parameters: Storages) -> PassRecord:
+    def enter(self, parameters: set[int]) -> PassRecord:
         """Begin a pass in this thread; storages in `parameters` are left alone."""
         entered = PassRecord(self._passes, parameters, self.micro_batch)
         self._last_of[self.micro_batch] = weakref.ref(entered)
@@ -172,7 +172,7 @@ class SavedTensorHooks:
         except AttributeError:
             passes = self._entered()
         # Threads of autograd, in which a graph of a backward pass is made, are in no pass.
-        current = passes[-1] if passes else PassRecord(-1, {})
+        current = passes[-1] if passes else PassRecord(-1, set())
         storage = t.untyped_storage()
         if id(storage) in current.parameters or is_form_of_leaf(t):
             return t.detach(), version

@@ -16,7 +16,7 @@ def _attribute(owner: Any, name: str) -> tuple[Callable[[], Any], Callable[[Any]
 
 
 def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
-    """Return by setting what reads and what writes it, and nothing beside it."""
+    """Return what reads and what writes each setting, and nothing else."""
     cuda, mkldnn = torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None)
     found: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
         _attribute(cuda, "allow_fp16_reduced_precision_reduction"),

@@ -9,7 +9,7 @@ from ..engine.advisor.planning import MeasuredStep
 from .copies import KeptView, Profile, StoredCopy
 from .local_copies import ReplayedCopy
 from .moments import Moment, now, seconds_between
-from .pass_record import SavedBytes
+from .pass_record import NamedView, SavedBytes
 from .sites import Site
 from .step_recorder import watch_end
 
@@ -58,7 +58,7 @@ class MeasuredPass:
             self._bytes.hold(root.untyped_storage())
 
     def kept(
-        self, kept: KeptView, site: Site, t: torch.Tensor, flat: torch.Tensor, begin: Moment
+        self, kept: NamedView, site: Site, t: torch.Tensor, flat: torch.Tensor, begin: Moment
     ) -> None:
         """Count the bytes of a tensor that is kept, and how long its hook waited for others."""
         self._hooks.append((begin, now(self._device)))
@@ -72,13 +72,13 @@ class MeasuredPass:
         self._turn = now(self._device), len(self._hooks)
 
     def read(self, copy: StoredCopy, begin: Moment) -> None:
-        """Take note of the backward pass; unpacking is no compute, a replay is."""
+        """Time a read; unpacking is no compute, a replay is."""
         watch_end(self._watched, self._finish)
         took = begin, now(self._device)
         (self._replays if isinstance(copy, ReplayedCopy) else self._hooks).append(took)
 
     def read_within(self, copy: StoredCopy, begin: Moment) -> None:
-        """Take note of what a replay reads: that is no replay, nor compute."""
+        """Time what a replay reads: that is no replay, nor compute."""
         if not isinstance(copy, ReplayedCopy):
             self._within.append((begin, now(self._device)))
 

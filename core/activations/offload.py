@@ -22,7 +22,6 @@ from .attached import ATTRIBUTE, LISTED_PASSES, Attachment, ModuleTensors
 from .auto import AutoPolicy
 from .compiled import compiled_notes, is_one_graph, whole_note
 from .disk import Drive
-from .guards import Storages, storages_of
 from .hooked_pass import hooked_pass, refuse_capture
 from .hooks import SavedTensorHooks
 from .limits import limits_of
@@ -257,7 +256,7 @@ class ActivationOffload:
     # In the place of a context manager of torch
 
     def __enter__(self) -> ActivationOffload:
-        context = hooked_pass(self._hooks, dict, self._note)
+        context = hooked_pass(self._hooks, tuple, self._note)
         context.__enter__()
         self._contexts().append(context)
         return self
@@ -350,8 +349,8 @@ class ActivationOffload:
         trained = sum(t.requires_grad for t in self._tensors or ())
         return policy.resting.rests((model.training, trained), args, kwargs)
 
-    def _left_alone(self) -> Storages:
-        """Begin a pass of the model; return the storages of its parameters and buffers."""
+    def _left_alone(self) -> ModuleTensors:
+        """Begin a pass of the model; return its parameters and buffers."""
         tensors = self._tensors
         assert tensors is not None and self._attachment is not None
         tensors.passes += 1
@@ -360,7 +359,7 @@ class ActivationOffload:
             assert model is not None  # whose pass this is
             tensors = self._tensors = ModuleTensors(model)
             self._hooks.watch(module_names(model), {t.device for t in tensors} or None)
-        return storages_of(tensors)
+        return tensors
 
     def _returned(self, result: Any) -> None:
         """Take note of outputs, of which what is saved outside of the model is made."""

@@ -11,24 +11,37 @@ then where the model had it when the pass began. It is not known
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 
 from ..engine.versions import version_of
-from .guards import Storages, StoredTensor, is_cast_of_leaf, is_form_of_leaf, is_plain
+from .guards import has_storage, is_cast_of_leaf, is_form_of_leaf, is_plain
 
-#: Bytes that addresses of a matrix product's operands are multiples of, on a CPU and a GPU: what
-#: comes back lies at such an address, and at others products may have other bits.
-ALIGNED_BYTES = {"cpu": 64}
-ALIGNED_BYTES_GPU = 256
+#: By type of device, bytes that addresses of a product's operands are multiples of: what comes back
+#: lies at such an address, and at others products may have other bits.
+ALIGNED_BYTES = {"cpu": 64, "cuda": 256}
 
 #: The number that the next node of autograd gets in this thread.
 _next_number = torch._C._autograd._get_sequence_nr
-#: Whether torch says whose hooks a saved tensor has, and whether tensors are saved by no node.
+#: Whether torch names the hooks of a saved tensor, and whether tensors are saved by no node.
 _NAMES_HOOKS = hasattr(torch._C._autograd.SavedTensor, "unpack_hook")
 _SAVES_ALONE = hasattr(torch._C._autograd, "_make_saved_tensor")
+
+
+class Weight(NamedTuple):
+    """A storage of the model, its bytes, and the version of the tensor in it as the pass began."""
+
+    ref: weakref.ref[torch.UntypedStorage]
+    nbytes: int
+    version: int
+
+    def is_there(self) -> bool:
+        """Return whether the storage lives, with as many bytes: it may be emptied meanwhile."""
+        storage = self.ref()
+        return storage is not None and storage.nbytes() == self.nbytes
 
 
 class Operands:
@@ -36,58 +49,69 @@ class Operands:
 
     Parameters
     ----------
-    parameters : dict
-        `guards.storages_of` the model when the pass began.
+    tensors : iterable of torch.Tensor or None
+        The model's parameters and buffers, as the pass begins.
 
     Attributes
     ----------
     unpack : callable or None
-        The hook by which autograd reads what was noted.
+        The hook by which autograd reads what was recorded.
     unsure : set of int
         Numbers of storages of the model from which more than one weight was saved, whose memory is
         filled with one after another, and of those that were emptied when the pass ended.
     """
 
-    def __init__(self, parameters: Storages) -> None:
-        self._parameters = parameters
+    def __init__(self, tensors: Iterable[torch.Tensor | None]) -> None:
+        #: By number of their storage; None for one that several tensors share.
+        self._model: dict[int, Weight | None] = {}
+        for t in filter(has_storage, tensors):
+            storage = t.untyped_storage()
+            own = Weight(weakref.ref(storage), storage.nbytes(), version_of(t))
+            self._model[id(storage)] = None if id(storage) in self._model else own
         self.unpack: Callable[[Any], Any] | None = None
         #: Whether all that a node saved is known to be where it was.
         self._known: dict[int, bool] = {}
         #: Nodes that saved a tensor at an odd address.
         self._odd: set[int] = set()
-        #: Storages of weights that nodes saved.
-        self._weights: dict[int, list[int]] = {}
+        #: By node the weights that it saved, by number of their storage.
+        self._weights: dict[int, dict[int, Weight]] = {}
+        #: By number of a storage, that of the parameter which was saved from it.
         self._owners: dict[int, int] = {}
         self.unsure: set[int] = set()
 
-    def noting(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        """Return a hook that also takes note of what it is given."""
+    def recording(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+        """Return a hook that also records what it is given."""
 
-        def note_and_pack(t: torch.Tensor) -> Any:
+        def record_and_pack(t: torch.Tensor) -> Any:
             # Hooks are called when their node has its number, and before there is another node.
             node = _next_number() - 1
-            self._known[node] = self._note(node, t) and self._known.get(node, True)
+            self._known[node] = self._record(node, t) and self._known.get(node, True)
             return pack(t)
 
-        return note_and_pack
+        return record_and_pack
 
-    def _note(self, node: int, t: torch.Tensor) -> bool:
-        """Return whether a tensor will be where it is."""
+    def _record(self, node: int, t: torch.Tensor) -> bool:
+        """Return whether a tensor that a node saves will be where it is."""
         if not is_plain(t):
             return False
-        if t.data_ptr() % ALIGNED_BYTES.get(t.device.type, ALIGNED_BYTES_GPU):
+        if t.data_ptr() % ALIGNED_BYTES[t.device.type]:
             self._odd.add(node)
-        storage = t.untyped_storage()
-        number = id(storage)
-        known = self._parameters.get(number)
-        if known is None or known.ref() is not storage:
+        weight = self._weight_in(t)
+        if weight is None:
             # Other leaves are whoever's that called, or were gathered for a layer.
             return not is_form_of_leaf(t) or is_cast_of_leaf(t)
-        base = t if t._base is None else t._base
-        if self._owners.setdefault(number, id(base)) != id(base):
+        number = id(t.untyped_storage())
+        parameter = t if t._base is None else t._base
+        if self._owners.setdefault(number, id(parameter)) != id(parameter):
             self.unsure.add(number)
-        self._weights.setdefault(node, []).append(number)
+        self._weights.setdefault(node, {})[number] = weight
         return True
+
+    def _weight_in(self, t: torch.Tensor) -> Weight | None:
+        """Return what is known of a tensor's storage, if it is the model's since the pass began."""
+        storage = t.untyped_storage()
+        weight = self._model.get(id(storage))
+        return weight if weight is not None and weight.ref() is storage else None
 
     def knows(self, node: Any, *saved: str, aligned: bool = False) -> bool:
         """Return whether what a node saved is known to be where it was, or comes back.
@@ -104,7 +128,9 @@ class Operands:
         number = node._sequence_nr()
         if not self._known.get(number, False) or (aligned and number in self._odd):
             return False
-        # What no node saves, as a checkpoint does, is noted for the node before.
+        if not all(weight.is_there() for weight in self.weights(node).values()):
+            return False
+        # What no node saves, as a checkpoint does, is recorded for the node before.
         return all(self._is_ours(getattr(node, f"_raw_saved_{name}", None)) for name in saved)
 
     def _is_ours(self, saved: Any) -> bool:
@@ -116,22 +142,14 @@ class Operands:
 
     def knows_leaf(self, leaf: torch.Tensor) -> bool:
         """Return whether a leaf that was not saved is the model's, and as the pass began."""
-        if not is_plain(leaf):
-            return False
-        storage = leaf.untyped_storage()
-        known = self._parameters.get(id(storage))
-        if known is None or known.ref() is not storage or not known.is_there():
-            return False
-        return known.version == version_of(leaf)
+        weight = self._weight_in(leaf) if is_plain(leaf) else None
+        return weight is not None and weight.is_there() and weight.version == version_of(leaf)
+
+    def weights(self, node: Any) -> dict[int, Weight]:
+        """Return the weights that a node saved, by number of their storage."""
+        return self._weights.get(node._sequence_nr(), {})
 
     def close(self) -> None:
-        """Take note of weights that are emptied now: the pass is over."""
-        for number in {number for own in self._weights.values() for number in own}:
-            known = self._parameters[number]
-            if known is None or not known.is_there():
-                self.unsure.add(number)
-
-    def weights(self, node: Any) -> dict[int, StoredTensor]:
-        """Return the storages of weights that a node saved, by number."""
-        numbers = self._weights.get(node._sequence_nr(), [])
-        return {n: known for n in numbers if (known := self._parameters[n]) is not None}
+        """Record which weights are emptied now: the pass is over."""
+        for own in self._weights.values():
+            self.unsure.update(number for number, weight in own.items() if not weight.is_there())

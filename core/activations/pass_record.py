@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from .copies import KeptView, Pass, StoredCopy
-from .guards import Storages
 from .moments import Moment
 from .operands import Operands
 from .sites import Site
@@ -77,7 +76,7 @@ class Watcher(Protocol):
     """Sees the saved tensors of a pass, kept or moved."""
 
     def kept(
-        self, kept: KeptView, site: Site, t: torch.Tensor, flat: torch.Tensor, begin: Moment
+        self, kept: NamedView, site: Site, t: torch.Tensor, flat: torch.Tensor, begin: Moment
     ) -> None:
         """Record a tensor that is kept; its hook began at a moment, and ends now."""
 
@@ -114,7 +113,7 @@ class PassRecord(Pass):
         computed again.
     """
 
-    def __init__(self, number: int, parameters: Storages, micro_batch: int | None = None) -> None:
+    def __init__(self, number: int, parameters: set[int], micro_batch: int | None = None) -> None:
         super().__init__(number, parameters)
         self.plan: PassPlan | None = None
         self.watcher: Watcher | None = None
@@ -126,12 +125,10 @@ class PassRecord(Pass):
         #: Copies whose fetches may begin, and wait for their disk.
         self._late: list[StoredCopy] = []
 
-    def noting(self, pack: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
-        """Return a hook of saved tensors, which takes note of operands where replays are."""
-        if self.watcher is None and (self.plan is None or not self.plan.replays):
-            return pack
-        self.operands = Operands(self.parameters)
-        return self.operands.noting(pack)
+    @property
+    def has_replays(self) -> bool:
+        """Whether any replay is followed, or may be tried."""
+        return self.watcher is not None or (self.plan is not None and bool(self.plan.replays))
 
     def names_kept(self, name: str) -> bool:
         """Return whether the read of a tensor is to be seen that is kept."""
@@ -192,9 +189,9 @@ class PassRecord(Pass):
         return tuple(copy for copy in found if copy is not None)
 
 
-def record_of(copy: StoredCopy) -> PassRecord:
-    """Return the pass that made a copy."""
-    record = copy.made_in
+def record_of(held: StoredCopy | NamedView) -> PassRecord:
+    """Return the pass that made a copy, or that a tensor was kept in."""
+    record = held.made_in
     assert isinstance(record, PassRecord)
     return record
 

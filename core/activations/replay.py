@@ -24,10 +24,10 @@ import torch
 from ..engine.tensor_bits import INTEGERS
 from ..engine.versions import version_of
 from ..errors import BitslabError
-from .guards import StoredTensor, modified
+from .guards import modified
 from .identity import root_of
 from .matmul_flags import matmul_flags, under_flags
-from .operands import Operands
+from .operands import Operands, Weight
 
 #: Operations that follow each other and are replayed for one tensor, at most.
 MOST_OPERATIONS = 4
@@ -55,7 +55,7 @@ class _Search:
 
     def __init__(self, operands: Operands | None) -> None:
         self.operations: list[str] = []
-        self.weights: dict[int, StoredTensor] = {}
+        self.weights: dict[int, Weight] = {}
         self._operands = operands
 
     def add(self, operation: str) -> None:
@@ -66,10 +66,8 @@ class _Search:
         """Return whether what a node saved is as it was when that is read."""
         if self._operands is None:
             return True
-        weights = self._operands.weights(node)
-        self.weights |= weights
-        there = all(each.is_there() for each in weights.values())
-        return there and self._operands.knows(node, *saved, aligned=aligned)
+        self.weights |= self._operands.weights(node)
+        return self._operands.knows(node, *saved, aligned=aligned)
 
     def may_read_leaf(self, leaf: torch.Tensor) -> bool:
         """Return whether a leaf that no node saved is where it was."""
@@ -94,7 +92,7 @@ class Replay:
     device_type : str
         Type of the device that it is on.
     weights : dict
-        Storages of weights that are read, by number.
+        Weights that are read, by number of their storage.
     """
 
     operations: tuple[str, ...]
@@ -103,7 +101,7 @@ class Replay:
     dtype: torch.dtype
     device_type: str
     _compute: _Value
-    weights: Mapping[int, StoredTensor] = field(default_factory=dict)
+    weights: Mapping[int, Weight] = field(default_factory=dict)
 
     @property
     def signature(self) -> tuple[Any, ...]:

@@ -20,7 +20,7 @@ from ..engine.versions import version_of
 from .copies import KeptView, StoredCopy
 from .identity import Span, copied_span, root_of, span_of
 from .moments import Moment, now, seconds_between
-from .pass_record import SavedBytes
+from .pass_record import NamedView, SavedBytes, record_of
 from .policies import Codecs
 from .profile import encoded_bytes, packed_share
 from .replay_trials import TriedReplay, exact_replays, tried_replay
@@ -202,7 +202,7 @@ class StepRecorder:
             self._releases.append(weakref.ref(storage, release))
 
     def kept(
-        self, kept: KeptView, site: Site, t: torch.Tensor, flat: torch.Tensor, begin: Moment
+        self, kept: NamedView, site: Site, t: torch.Tensor, flat: torch.Tensor, begin: Moment
     ) -> None:
         """Record a tensor that is kept; its hook began at a moment, and ends now."""
         if site.device != self.device:
@@ -233,7 +233,7 @@ class StepRecorder:
 
     def _add(
         self,
-        held: StoredCopy | KeptView,
+        held: StoredCopy | NamedView,
         site: Site,
         root: torch.Tensor,
         storage: torch.UntypedStorage,
@@ -268,8 +268,8 @@ class StepRecorder:
         found.saved = self._event(begin, peak_bytes=peak_bytes)
         return found
 
-    def _try_replay(self, root: torch.Tensor, held: StoredCopy | KeptView) -> TriedReplay | None:
-        operands = getattr(getattr(held, "made_in", None), "operands", None)
+    def _try_replay(self, root: torch.Tensor, held: StoredCopy | NamedView) -> TriedReplay | None:
+        operands = record_of(held).operands
         if operands is None:
             return None
         self._probing = []

@@ -25,7 +25,7 @@ def saved(t: torch.Tensor) -> StoredCopy:
     """Return a copy of a tensor that comes back in its shape."""
     form = SavedForm(t, t.untyped_storage())
     assert form.is_whole
-    return StoredCopy("0:0", t.detach(), span_of(t), t, 0, Pass(0, {}), form)
+    return StoredCopy("0:0", t.detach(), span_of(t), t, 0, Pass(0, set()), form)
 
 
 def given_up(copy: StoredCopy) -> bool:

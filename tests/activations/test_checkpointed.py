@@ -361,7 +361,7 @@ def test_layers_are_not_compared_under_transforms(
     offload = planned(model)
     steps(model, 3)
     policy: Any = offload._policy
-    policy.begin(PassRecord(-1, {}))  # plans, of which no pass has followed any
+    policy.begin(PassRecord(-1, set()))  # plans, of which no pass has followed any
     assert plans and plans[0].modules and not policy._modules._proven
     policy._running.record = None
     x = torch.randn(2, ROWS, HIDDEN)

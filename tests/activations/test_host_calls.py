@@ -172,7 +172,7 @@ def test_events_of_a_copy_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(2):
         made.clear()
         tensors = [torch.randn(300) for _ in range(8)]
-        copies = [StoredCopy("0:0", t, span_of(t), t, 0, Pass(0, {})) for t in tensors]
+        copies = [StoredCopy("0:0", t, span_of(t), t, 0, Pass(0, set())) for t in tensors]
         for copy in copies:
             assert executor.store(copy, None)
         for copy, t in zip(copies, tensors, strict=True):
@@ -200,7 +200,7 @@ def test_events_of_a_gpu_are_asked_for_seldom(seed: int, monkeypatch: pytest.Mon
         asked.clear()
         tensors = [torch.randn(3000).relu() for _ in range(16)]
         copies = [
-            StoredCopy(f"{i}:0", t, span_of(t), t, 0, Pass(0, {})) for i, t in enumerate(tensors)
+            StoredCopy(f"{i}:0", t, span_of(t), t, 0, Pass(0, set())) for i, t in enumerate(tensors)
         ]
         for copy in copies:
             assert executor.store(copy, codec)

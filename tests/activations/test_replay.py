@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from bitslab import BitslabError, ModifiedInPlaceError
-from bitslab.activations.guards import storages_of
 from bitslab.activations.identity import root_of
 from bitslab.activations.matmul_flags import Flags, matmul_flags, under_flags
 from bitslab.activations.operands import Operands
@@ -275,12 +274,12 @@ def x_of(*shape: int, requires_grad: bool = True) -> torch.Tensor:
 
 
 @contextlib.contextmanager
-def noting(known: Iterable[torch.Tensor | None]) -> Iterator[Operands]:
-    """Take note of what is saved, as a pass of a model with these parameters does."""
-    operands = Operands(storages_of(known))
+def recorded(known: Iterable[torch.Tensor | None]) -> Iterator[Operands]:
+    """Record what is saved, as a pass of a model with these parameters does."""
+    operands = Operands(known)
     operands.unpack = lambda t: t
-    note = operands.noting(lambda t: t.detach())
-    with torch.autograd.graph.saved_tensors_hooks(note, operands.unpack):
+    pack = operands.recording(lambda t: t.detach())
+    with torch.autograd.graph.saved_tensors_hooks(pack, operands.unpack):
         yield operands
 
 
@@ -291,7 +290,7 @@ def test_what_linear_layers_return_is_computed_again(
     bias: bool, shape: tuple[int, ...], autocast: bool
 ) -> None:
     model = Linear(bias, autocast)
-    with noting(model.parameters()) as operands:
+    with recorded(model.parameters()) as operands:
         root = root_of(model(x_of(*shape) * 2))
         found = replayable(root, operands)
     assert found is not None
@@ -319,23 +318,23 @@ def test_no_replay_reads_weights_that_are_none_of_the_models(bias: bool) -> None
     model = Linear(bias)
     x = x_of(16, 32)
     for known in ([], [model.layer.bias], [model.layer.weight] if bias else []):
-        with noting(known) as operands:
+        with recorded(known) as operands:
             assert replay_of(root_of(model(x * 2)), operands) is None
-    with noting(model.parameters()) as operands:
+    with recorded(model.parameters()) as operands:
         assert replay_of(root_of(model(x * 2)), operands) is not None
         assert replay_of(root_of(model(x)), operands) is None, "a leaf of whoever calls"
-    operands = Operands(storages_of(model.parameters()))
+    operands = Operands(model.parameters())
     model.layer.weight.data = model.layer.weight.data.clone()  # gathered
     operands.unpack = lambda t: t
-    note = operands.noting(lambda t: t.detach())
-    with torch.autograd.graph.saved_tensors_hooks(note, operands.unpack):
+    pack = operands.recording(lambda t: t.detach())
+    with torch.autograd.graph.saved_tensors_hooks(pack, operands.unpack):
         assert replay_of(root_of(model(x * 2)), operands) is None
 
 
 def test_a_bias_that_was_changed_since_the_pass_began_is_not_read() -> None:
     """It is saved by no node: the layer may have read another one."""
     model = Linear()
-    with noting(model.parameters()) as operands:
+    with recorded(model.parameters()) as operands:
         root = root_of(model(x_of(16, 32) * 2))
         assert replay_of(root, operands) is not None
         with torch.no_grad():
@@ -347,7 +346,7 @@ def test_a_bias_that_was_changed_since_the_pass_began_is_not_read() -> None:
 def test_weights_that_are_emptied_are_noticed(bias: bool) -> None:
     """As FSDP2 does behind a layer with those that it kept for the next micro-batch."""
     model = Linear(bias)
-    with noting(model.parameters()) as operands:
+    with recorded(model.parameters()) as operands:
         root = root_of(model(x_of(16, 32) * 2))
         found = replay_of(root, operands)
         assert found is not None
@@ -365,7 +364,7 @@ def test_weights_that_are_emptied_are_noticed(bias: bool) -> None:
     with torch.no_grad():
         model.layer.weight.copy_(kept)
     if bias:
-        with noting(model.parameters()) as operands:
+        with recorded(model.parameters()) as operands:
             root = root_of(model(x_of(16, 32) * 2))
             model.layer.bias.untyped_storage().resize_(0)
             assert replay_of(root, operands) is None
@@ -377,11 +376,11 @@ def test_weights_in_memory_that_others_use_are_not_read() -> None:
     x = x_of(16, 32)
     one.layer.weight.data, other.layer.weight.data = flat.data.view(2, 48, 32).unbind()
     weights = one.layer.weight, other.layer.weight
-    with noting(weights) as operands:
+    with recorded(weights) as operands:
         assert replay_of(root_of(one(x * 2)), operands) is None
     # One after another: the second one is not the model's when the pass begins.
     weights[1].data = torch.zeros(48, 32)
-    with noting(weights) as operands:
+    with recorded(weights) as operands:
         found = replay_of(root_of(one(x * 2)), operands)
         assert found is not None and not found.weights.keys() & operands.unsure
         weights[1].data = weights[0].data
@@ -400,7 +399,7 @@ def test_what_others_hooks_were_given_is_not_read() -> None:
 
     for make, replayed in ((region, True), (checkpointed(region), False)):
         for following in (region, checkpointed(lambda y: y[:, :32])):
-            with noting(model.parameters()) as operands:
+            with recorded(model.parameters()) as operands:
                 first = make(x_of(16, 32) * 2)
                 following(first[:, :32])  # a region saves what it is given, by no node
                 assert (replay_of(root_of(first), operands) is not None) == replayed
@@ -414,7 +413,7 @@ def checkpointed(region: Callable[[torch.Tensor], torch.Tensor]) -> Any:
 def test_outputs_that_were_changed_in_place_are_no_replays() -> None:
     model = Linear()
     for make in (model, lambda x: F.silu(x)):
-        with noting(model.parameters()) as operands:
+        with recorded(model.parameters()) as operands:
             t = make(x_of(16, 32) * 2)
             assert replay_of(root_of(t), operands) is not None
             with torch.no_grad():  # which autograd does not see
@@ -426,7 +425,7 @@ def test_products_of_operands_at_odd_addresses_are_no_replays() -> None:
     """They come back at even ones, where products may have other bits."""
     model = Linear()
     for first, replayed in ((0, True), (1, False)):
-        with noting(model.parameters()) as operands:
+        with recorded(model.parameters()) as operands:
             x = x_of(16 * 32 + 1) * 2
             t = model(x[first : first + 16 * 32].view(16, 32))
             assert (replay_of(root_of(t), operands) is not None) == replayed
@@ -489,7 +488,7 @@ def test_settings_are_left_as_they_were(change: Callable[[], None], restored: No
 
 
 def settings() -> list[Any]:
-    """Return all that torch says of products and convolutions."""
+    """Return all settings of products and convolutions."""
     cuda, mkldnn = torch.backends.cuda.matmul, torch.backends.mkldnn
     found: list[Any] = [torch.get_float32_matmul_precision(), cuda.allow_tf32]
     for owner in (cuda, mkldnn, *(getattr(mkldnn, n, None) for n in ("matmul", "conv", "rnn"))):
@@ -512,7 +511,7 @@ def test_what_frozen_layers_did_not_save_is_not_replayed(frozen: str) -> None:
     model = Linear()
     if frozen != "input":
         getattr(model.layer, frozen).requires_grad_(False)
-    with noting(model.parameters()) as operands:
+    with recorded(model.parameters()) as operands:
         t = root_of(model(x_of(16, 32, requires_grad=frozen != "input") * 2))
         assert t.requires_grad
         assert replay_of(t, operands) is None

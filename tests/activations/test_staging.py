@@ -28,7 +28,7 @@ class Step:
         self, executor: Executor, streams: Streams, codec: DelayedZvc, planned_bytes: int | None
     ) -> None:
         self.executor, self.streams = executor, streams
-        self.made = Pass(0, {})
+        self.made = Pass(0, set())
         self.copies: list[tuple[StoredCopy, torch.Tensor]] = []
         zeros = streams.random.choice([0.1, 0.5, 0.9])
         for i in range(SITES):
@@ -101,7 +101,7 @@ def test_a_planned_bound_waits_for_what_was_sent_first(
 
     def sent(encoded: bool) -> StoredCopy:
         t = torch.randn(n)
-        copy = StoredCopy("0:0", t, span_of(t), t, 0, Pass(0, {}))
+        copy = StoredCopy("0:0", t, span_of(t), t, 0, Pass(0, set()))
         executor.bound_in_flight(1 << 30)
         executor.store(copy, codec if encoded else None)
         return copy
@@ -147,7 +147,7 @@ def test_memory_to_encode_into_is_taken_when_there_is_room_for_it(
         ahead.setattr(streams, "progress", lambda: None)  # the host is far ahead
         for i in range(12):
             t = torch.randn(n)
-            copy = StoredCopy("0:0", t, span_of(t), t, 0, Pass(0, {}))
+            copy = StoredCopy("0:0", t, span_of(t), t, 0, Pass(0, set()))
             executor.bound_in_flight(bound)
             executor.store(copy, codec if i % 4 == 3 else None)
     assert len(taken) == 3 and 2 * 4 * n < max(taken) <= bound
@@ -165,7 +165,7 @@ def test_what_comes_back_before_its_size_is_known_takes_what_it_is_likely_to_nee
     def sent(zeros: float) -> tuple[StoredCopy, torch.Tensor]:
         t = torch.randn(1 << 14)
         t = t.where(torch.rand_like(t) >= zeros, 0.0)
-        copy = StoredCopy("0:0", t, span_of(t), t, 0, Pass(0, {}))
+        copy = StoredCopy("0:0", t, span_of(t), t, 0, Pass(0, set()))
         executor.bound_in_flight(0)
         executor.store(copy, codec)
         return copy, t.clone()
@@ -210,7 +210,7 @@ def test_what_cannot_be_sent_again_remains_staged(monkeypatch: pytest.MonkeyPatc
     def saved(zeros: float) -> tuple[StoredCopy, torch.Tensor]:
         t = torch.randn(1 << 14)
         t = t.where(torch.rand_like(t) >= zeros, 0.0)
-        copy = StoredCopy("0:0", t, span_of(t), t, 0, Pass(0, {}))
+        copy = StoredCopy("0:0", t, span_of(t), t, 0, Pass(0, set()))
         executor.store(copy, codec)
         return copy, t.clone()
 

@@ -45,7 +45,7 @@ class MeasuredStep:
         Seconds of the device that packing and unpacking took.
     compute_s : float, optional
         Its seconds but for waits and unpacking. Packing is in them: all that computing waited for
-        it, or took longer beside it.
+        it, or took longer meanwhile.
     forward_compute_s, replay_s : float, optional
         Of these the ones of the forward pass, and of replays.
     """
@@ -204,10 +204,10 @@ def _factors(
         "disk": _factor(measured.write_s, predicted.write_s),
     }
     # What was faster than planned explains no slow step, nor do replays that take hardly any of it.
-    enough = dict(factors)
+    explaining = dict(factors)
     if (replays * compute - 1) * predicted.replay_s <= STEP_TOLERANCE * predicted.step_s / 2:
-        del enough["replays"]
-    if slow and all(factor - 1 <= STEP_TOLERANCE for factor in enough.values()):
+        del explaining["replays"]
+    if slow and all(factor - 1 <= STEP_TOLERANCE for factor in explaining.values()):
         # Nothing says what took longer: what is planned did, in proportion to its seconds.
         planned_s = predicted.codec_s + predicted.recompute_s + predicted.stall_s
         missing_s = measured.step_s - predicted.step_s

@@ -330,7 +330,7 @@ class StepProfile:
             Factors of the model's times, of encoding and decoding, of crossing the link, and of
             writing and reading an SSD.
         encoding, replays : float
-            A further factor of encoding alone, and of replays beside other compute.
+            A further factor of encoding alone, and of replays in addition to `compute`.
         """
         for name, factor in (
             ("compute", compute), ("codecs", codecs), ("link", link), ("disk", disk),

@@ -352,7 +352,7 @@ def test_replays_are_corrected_apart_from_other_compute() -> None:
     again = now.predict(now.choices(plan.choices()), limit_bytes=limit_bytes)
     assert again.replay_s == pytest.approx(p.replay_s, rel=1e-3)
     assert again.step_s == pytest.approx(p.step_s, rel=1e-3)
-    # Where nobody says what replays took, they are compute as any other.
+    # Where what replays took was not measured, they are compute as any other.
     whole = compare(plan, [replace(step, replay_s=None)] * 2, turn_s=profile.turn_s)
     assert 1.1 < whole.compute < 1.5 and whole.replays == 1.0
 
