@@ -21,7 +21,7 @@ def _settings() -> list[tuple[Callable[[], Any], Callable[[Any], None]]]:
     found: list[tuple[Callable[[], Any], Callable[[Any], None]]] = [
         _attribute(cuda, "allow_fp16_reduced_precision_reduction"),
         _attribute(cuda, "allow_bf16_reduced_precision_reduction"),
-        (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+        _attribute(torch.backends.mkldnn, "enabled"),
     ]
     if hasattr(cuda, "allow_fp16_accumulation"):
         found.append(_attribute(cuda, "allow_fp16_accumulation"))

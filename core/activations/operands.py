@@ -125,7 +125,7 @@ class Operands:
         aligned : bool
             Whether it must have been at even addresses as well.
         """
-        number = node._sequence_nr()
+        number = _number_of(node)
         if not self._known.get(number, False) or (aligned and number in self._odd):
             return False
         if not all(weight.is_there() for weight in self.weights(node).values()):
@@ -147,9 +147,14 @@ class Operands:
 
     def weights(self, node: Any) -> dict[int, Weight]:
         """Return the weights that a node saved, by number of their storage."""
-        return self._weights.get(node._sequence_nr(), {})
+        return self._weights.get(_number_of(node), {})
 
     def close(self) -> None:
         """Record which weights are emptied now: the pass is over."""
         for own in self._weights.values():
             self.unsure.update(number for number, weight in own.items() if not weight.is_there())
+
+
+def _number_of(node: Any) -> int:
+    number: int = node._sequence_nr()
+    return number

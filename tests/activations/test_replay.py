@@ -472,7 +472,7 @@ def set_of_cuda(name: str, value: object) -> Callable[[], None]:
         set_precisely("medium"),
         set_of_cuda("allow_tf32", True),
         set_of_cuda("allow_bf16_reduced_precision_reduction", False),
-        lambda: torch._C._set_mkldnn_enabled(False),
+        lambda: setattr(torch.backends.mkldnn, "enabled", False),
     ],
     ids=["precision", "TF32", "reductions", "oneDNN"],
 )
@@ -503,7 +503,7 @@ def restored() -> Iterator[None]:
     yield
     torch.set_float32_matmul_precision("highest")
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
-    torch._C._set_mkldnn_enabled(True)
+    setattr(torch.backends.mkldnn, "enabled", True)  # noqa: B010 - torch's types have it read
 
 
 @pytest.mark.parametrize("frozen", ["weight", "bias", "input"])

@@ -53,7 +53,7 @@ class ModuleLayouts:
         replay, kept = np.array(found, np.intp), timeline.keep_all().options
         cheap = np.where(self._is_cheap(replay), replay, kept)
         #: By site the numbers of candidates: of modules that move nothing, and that leave.
-        self._here = _distinct([cheap, replay, kept])
+        self._here = _distinct([replay, cheap, kept])
         self._away = _distinct([self._leaving(price) for price in AWAY_PRICES])
 
     def _is_cheap(self, options: Indices) -> npt.NDArray[np.bool_]:
