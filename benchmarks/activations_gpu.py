@@ -145,6 +145,7 @@ def entered(job: Job, way: str, limit_bytes: int) -> Iterator[tuple[Contexts, An
     """
     context: Contexts = nullcontext
     offload: bitslab.ActivationOffload | None = None
+    made = PEERS[way]() if way in PEERS else None  # nothing is changed where it is missing
     if way in ("checkpoint", "deepspeed"):
         checkpoint_layers(job.model)
     if way == "save_on_cpu":
@@ -160,8 +161,7 @@ def entered(job: Job, way: str, limit_bytes: int) -> Iterator[tuple[Contexts, An
         offload = attach(job, policy="raw")
     elif way == "compile":
         compile_layers(job.model)
-    elif way in PEERS:
-        made = PEERS[way]()
+    elif made is not None:
         context = lambda: made  # noqa: E731
     try:
         yield context, offload

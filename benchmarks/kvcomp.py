@@ -120,6 +120,14 @@ def make_parser() -> argparse.ArgumentParser:
         help="accuracy, figures: of the first pass, not scored; default: %(default)s",
     )
     add(
+        "--padding",
+        type=int,
+        default=0,
+        metavar="N",
+        help="accuracy: tokens of padding before the prompt, as a shorter sequence of a batch\n"
+        "has; default: none",
+    )
+    add(
         "--dtype",
         choices=tuple(DTYPES),
         default="float32",

@@ -39,6 +39,7 @@ def run(arguments: argparse.Namespace, report: Any) -> dict[str, Rows]:
         ids,
         caches,
         prompt_tokens=arguments.prompt_tokens,
+        padding_tokens=arguments.padding,
         progress=report,
         interim=_shown,
     )
@@ -56,9 +57,10 @@ def run(arguments: argparse.Namespace, report: Any) -> dict[str, Rows]:
         rows.append(row)
         print(json.dumps(row), file=sys.stderr)
     where = arguments.device.type
+    behind = f", padded by {arguments.padding:,}" if arguments.padding else ""
     return {
         f"SmolLM2 ({arguments.dtype}, {where}): {tokens:,} tokens predicted behind a prompt of "
-        f"{arguments.prompt_tokens:,}": rows
+        f"{arguments.prompt_tokens:,}{behind}": rows
     }
 
 

@@ -12,9 +12,9 @@ from weakref import ref
 import torch
 
 from ..engine.kernels.cuda import CudaKernels, kernels_on
-from ..engine.kernels.cuda.prepared_attention import PreparedAttention, Run
+from ..engine.kernels.cuda.prepared_attention import PreparedAttention, PreparedOwn, Run
 from ..engine.kernels.format import TableStorage
-from ..engine.kernels.spans import MAX_ROWS, RawRun, Span
+from ..engine.kernels.spans import MAX_ROWS, OwnTokens, RawRun, Span
 from ..engine.kernels.tile_format import Granularity, TileTables
 from ..engine.kernels.tile_rows import TileKernels
 from .history import PackedHistory
@@ -122,6 +122,7 @@ class PackedAttention:
                 softcap=softcap,
                 sinks=sinks,
                 first_valid=first_valid,
+                own=there.own(),
             )
         key = query.shape, scaling, softcap, sinks is None, first_valid is None
         # On all multiprocessors: the computation waits for it, unlike for what is decoded ahead.
@@ -136,9 +137,11 @@ class PackedAttention:
                 softcap=softcap,
                 sinks=sinks,
                 first_valid=first_valid,
+                own=there.own(),
             )
         runs, kept = there.runs()
-        return prepared(query, runs, length, sinks, first_valid)
+        own = None if self._histories[0].unpacked.own_first is None else there.prepared_own()
+        return prepared(query, runs, length, sinks, first_valid, own)
 
     def _planned(self) -> _Plan:
         """Return the plan, made anew where histories have changed."""
@@ -248,6 +251,9 @@ class _Staged:
                 self._fixed.append(Run.of(begin, *self._tokens(begin, end)))
             self._begins.append((begin, end))
         self._changing = self._begins[len(self._fixed) :]
+        # Of both K and V they are kept before that.
+        self._own_end = min(keys.edges[-1], values.edges[-1])
+        self._own: tuple[torch.Tensor, torch.Tensor, PreparedOwn] | None = None
         self._tail: tuple[torch.Tensor, torch.Tensor] | None = None
         self._tail_run: Run | None = None
 
@@ -264,6 +270,25 @@ class _Staged:
             for side, history in zip(self._sides, self._histories, strict=True)
         )
         return [*found, (self._end, keys, values)] if keys.shape[2] else found
+
+    def own(self) -> OwnTokens | None:
+        """Return the own first tokens of sequences behind padding, if any are kept."""
+        of_keys, of_values = (history.unpacked.own_first for history in self._histories)
+        if of_keys is None or of_values is None:
+            return None
+        keys, values = of_keys.tokens, of_values.tokens
+        if keys is None or values is None:
+            return None
+        return OwnTokens(of_keys.positions, keys, values, self._own_end)
+
+    def prepared_own(self) -> PreparedOwn | None:
+        """Return `own` as the kernels of a GPU take it."""
+        own, here = self.own(), self._own
+        if own is None:
+            return None
+        if here is None or here[0] is not own.keys or here[1] is not own.values:
+            here = self._own = own.keys, own.values, PreparedOwn(own)
+        return here[2]
 
     def runs(self) -> tuple[list[Run], list[object]]:
         """Return `raw` as the kernels of a GPU take it, and what that points to."""

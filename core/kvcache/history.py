@@ -493,7 +493,14 @@ class PackedHistory:
             Takes a tensor and its dimension of sequences, and returns it with the others.
         """
         self.take_turn()
-        return partial(self._commit, self.packed.prepare_take(take), *self.unpacked.taken(take))
+        head, tail, own = self.unpacked.taken(take)
+        change = partial(self._commit, self.packed.prepare_take(take), head, tail)
+
+        def commit() -> None:
+            change()
+            self.unpacked.own_first = own
+
+        return commit
 
     def prepare_move(self, words: Words) -> Commit:
         """Return a commit that keeps the packed words in another, empty store of the same reader.
@@ -546,6 +553,9 @@ class PackedHistory:
         """Remove from the tail what is packed; see `PackedTokens.retire`."""
         packed, unpacked = self.packed, self.unpacked
         tail, length = unpacked.tail, packed.length
+        if unpacked.own_first is not None:
+            tokens = sum(blocks.tokens for blocks in packed.in_flight)
+            unpacked.look_for_own(tail.tokens[:, :, :tokens], length)
         try:
             left = packed.retire(tail.tokens, wait=wait)
             if left is not tail.tokens:

@@ -9,6 +9,7 @@ import torch
 
 from ..dtypes import dense
 from .link import Link
+from .own_first import OwnFirst
 from .selection import Take
 from .tail import Tail, check_like
 
@@ -33,12 +34,15 @@ class UnpackedTokens:
         ``[B, H, up to sinks, D]`` on the device: the first tokens.
     tail : Tail
         Those behind the packed ones; another object with each change but of tokens put behind it.
+    own_first : OwnFirst or None
+        The first tokens of sequences that begin behind padding, of which some are packed, too.
     room_tokens : int
         As given.
     """
 
     head: torch.Tensor
     tail: Tail
+    own_first: OwnFirst | None = None
 
     def __init__(self, link: Link, kind: str, *, sinks: int, room_tokens: int) -> None:
         self._link = link
@@ -52,6 +56,7 @@ class UnpackedTokens:
         """Forget all tokens, and what they were like."""
         none = torch.empty((0, 0, 0, 0), device=self._link.device)
         self.replace(none, none)
+        self.own_first = None
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +66,8 @@ class UnpackedTokens:
     @property
     def device_bytes(self) -> int:
         """Bytes of the memory that they lie in, with the room ahead."""
-        return sum(t.untyped_storage().nbytes() for t in (self.head, self.tail.memory))
+        own = 0 if self.own_first is None else self.own_first.nbytes
+        return own + sum(t.untyped_storage().nbytes() for t in (self.head, self.tail.memory))
 
     def check(self, tokens: torch.Tensor, packed: int) -> None:
         """Raise for tokens that do not continue those of a history; see `PackedHistory.check`.
@@ -120,22 +126,57 @@ class UnpackedTokens:
         """Keep these tokens ``[B, H, any, D]`` in front and behind the packed ones instead."""
         self.head, self.tail = head, Tail(tail)
 
-    def taken(self, take: Take) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return head and tail of other sequences."""
+    def taken(self, take: Take) -> tuple[torch.Tensor, torch.Tensor, OwnFirst | None]:
+        """Return head and tail of other sequences, and their own first tokens."""
         head = take(self.head, 0) if self.head.shape[2] else self.head
-        return head, take(self.tail.tokens, 0)
+        own = None if self.own_first is None else self.own_first.taken(take)
+        return head, take(self.tail.tokens, 0), own
+
+    def keep_own_first(self, positions: torch.Tensor, end: int) -> None:
+        """Keep the first tokens of sequences that begin at other positions, when they are packed.
+
+        Parameters
+        ----------
+        positions : torch.Tensor
+            int32 ``[B]`` on the device: where each sequence begins.
+        end : int
+            Behind the last of these tokens of all sequences.
+        """
+        self.own_first = OwnFirst(positions, end, self._sinks)
+
+    def look_for_own(self, tokens: torch.Tensor, packed: int) -> None:
+        """Keep the sequences' own first tokens among those that are to be packed next.
+
+        Parameters
+        ----------
+        tokens : torch.Tensor
+            ``[B, H, n, D]``, as they came.
+        packed : int
+            Tokens of a sequence that are packed before.
+        """
+        if self.own_first is None:
+            return
+        if not packed:
+            self.own_first.take_over(self.head, 0)
+        self.own_first.take_over(tokens, self.head.shape[2] + packed)
 
     def around(self, packed: Sequence[torch.Tensor], *new: torch.Tensor) -> torch.Tensor:
         """Return the first tokens, decoded packed ones, the last ones and new ones, contiguous."""
         first = [self.head] if self.head.shape[2] else []
         last = [self.tail.tokens] if self.tail.length or not (first or packed or new) else []
-        return torch.cat([*first, *packed, *last, *new], dim=-2)
+        found = torch.cat([*first, *packed, *last, *new], dim=-2)
+        if self.own_first is not None and packed:
+            tokens = sum(each.shape[2] for each in packed)
+            self.own_first.put_into(found, self.head.shape[2] + tokens)
+        return found
 
     def keep_for(self, stream: int) -> None:
         """Keep them from reuse until torch's current stream, `stream`, has read them."""
         tail = self.tail
         if tail.stream != stream:  # the head is replaced with it alone
-            self._link.keep_for_turn(tail.memory, self.head)
+            own = self.own_first
+            kept = () if own is None or own.tokens is None else (own.positions, own.tokens)
+            self._link.keep_for_turn(tail.memory, self.head, *kept)
             tail.stream = stream
 
     def __getstate__(self) -> dict[str, Any]:

@@ -58,6 +58,7 @@ def scores(
     caches: Mapping[str, Callable[[], Any]],
     *,
     prompt_tokens: int,
+    padding_tokens: int = 0,
     progress: Callable[[int, int], None] | None = None,
     interim: Callable[[Mapping[str, Score]], None] | None = None,
 ) -> dict[str, Score]:
@@ -73,6 +74,8 @@ def scores(
         Makes a cache for each name; the first is the plain one.
     prompt_tokens : int
         Tokens of the first forward pass, a multiple of CHUNK_TOKENS; they are not scored.
+    padding_tokens : int
+        Tokens of padding before them, as a shorter sequence of a batch has.
     progress : callable, optional
         Given the tokens that are done, and all.
     interim : callable, optional
@@ -87,12 +90,22 @@ def scores(
     found = {name: Score() for name in made}
     last: dict[str, torch.Tensor] = {}
     begin, end = 0, prompt_tokens
+    mask = torch.ones(1, padding_tokens + ids.shape[1], dtype=torch.int64, device=ids.device)
+    mask[:, :padding_tokens] = 0
     while begin < ids.shape[1]:
-        chunk = ids[:, begin:end]
+        chunk = given = ids[:, begin:end]
+        if padding_tokens and not begin:
+            given = torch.nn.functional.pad(chunk, (padding_tokens, 0))
+        places: dict[str, torch.Tensor] = {}
+        if padding_tokens:
+            at = torch.arange(end - given.shape[1], end, device=ids.device)
+            places["attention_mask"] = mask[:, : padding_tokens + end]
+            places["position_ids"] = at.clamp(min=0)[None]
         plain: torch.Tensor | None = None
         for name, cache in made.items():
             keep = 1 if not begin else chunk.shape[1]
-            logits = model(chunk, past_key_values=cache, logits_to_keep=keep).logits[0].float()
+            made_of = model(given, past_key_values=cache, logits_to_keep=keep, **places)
+            logits = made_of.logits[0].float()
             if begin:
                 # The first of these tokens was predicted in the pass before.
                 ahead = torch.cat([last[name], logits[:-1]]).log_softmax(-1)

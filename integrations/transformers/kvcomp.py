@@ -69,9 +69,9 @@ class KVCompCache(PackedCache):
     coder : {"huffman", "fixed"}
         How codes are written; ``"fixed"`` as fields of one width.
     sinks, window : int
-        First and last tokens of a sequence that are kept as they came, on the device. They are
-        counted with padding: behind padding on the left a sequence's own first tokens are coded,
-        which costs accuracy.
+        First and last tokens of a sequence that are kept as they came, on the device. The first
+        `sinks` tokens of a batch, and of a sequence that begins behind padding on the left, of
+        which the attention function "bitslab" knows, its own first ones too.
     block_tokens : int
         Tokens that are packed and moved together; a power of two from 16 to 4096.
     offload : bool, float or "auto"

@@ -250,7 +250,14 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         assert self._queries is not None
         keys, values = (history.decode() for history in self.histories)
         self.plans.learn(keys, values, self._queries.tokens, **self._queries.options)
-        self._queries = None
+        first_valid, self._queries = self._queries.options["first_valid"], None
+        sinks = self.plans.options.sinks
+        if first_valid is None or not sinks or self.plans.why_lossless:
+            return
+        last = int(first_valid.max())  # what was learnt was waited for
+        if last:
+            for history in self.histories:
+                history.unpacked.keep_own_first(first_valid, last + sinks)
 
     def _due(self) -> bool:
         """Whether tokens are to be packed for the first time."""

@@ -18,6 +18,7 @@ from bitslab.engine.kernels.cuda.attend import AttendKernels
 from bitslab.engine.kernels.cuda.prepared_attention import _NO_RUN, Run
 from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, INDEX_ERROR
 from bitslab.engine.kernels.cuda.source import source_text
+from bitslab.engine.kernels.spans import OWN_RUN, OwnTokens
 from bitslab.engine.kernels.tile_format import (
     LEVEL_ZERO,
     MAX_SYMBOLS,
@@ -162,6 +163,39 @@ def test_padding_is_not_seen_whatever_it_holds():
     first_valid = torch.tensor([40, 100, 155], dtype=torch.int32)
     found, expected = both(query, [span], raw, length=160, scaling=0.2, first_valid=first_valid)
     assert relative_error(found, expected) < 2e-6
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("counted", [4, 20])
+def test_own_tokens_count_in_the_place_of_those_at_their_positions(counted):
+    query, keys, values = drawn(4, 2, 2, 2, 32, 170)
+    begins, end = [0, 3, 40, 150], 148  # of the last one only the window has tokens
+    own_keys, own_values = (torch.zeros(4, 2, counted, 32) for _ in range(2))
+    plain_keys, plain_values = keys.clone(), values.clone()
+    for b, begin in enumerate(begins):
+        there = slice(begin, min(begin + counted, end))
+        n = max(0, there.stop - begin)
+        own_keys[b, :, :n], own_values[b, :, :n] = keys[b, :, there], values[b, :, there]
+        own_keys[b, :, n:], own_values[b, :, n:] = torch.nan, torch.inf
+        # What stands there else is not read: neither coded nor as it is.
+        plain_keys[b, :, there], plain_values[b, :, there] = 9.0, -9.0
+    span = span_of(plain_keys[:, :, 4:148], plain_values[:, :, 4:148], first_token=4)
+    raw = [
+        (0, plain_keys[:, :, :4], plain_values[:, :, :4]),
+        (end, plain_keys[:, :, end:], plain_values[:, :, end:]),
+    ]
+    positions = torch.tensor(begins, dtype=torch.int32)
+    own = OwnTokens(positions, own_keys, own_values, end)
+    options: dict[str, Any] = {"length": 170, "scaling": 0.2}
+    for first_valid in (None, positions, positions + 1):
+        options["first_valid"] = first_valid
+        found, expected = both(query, [span], raw, own=own, **options)
+        assert relative_error(found, expected) < 2e-6
+        # Of tokens that are not coded: what attention to all of them as they came gives.
+        parts = [(0, plain_keys, plain_values)]
+        found, _ = both(query, [], parts, own=own, **options)
+        expected = twin(query, [], [(0, keys, values)], computed_in=torch.float64, **options)
+        assert relative_error(found, expected) < 2e-6
 
 
 def test_rows_that_see_nothing_are_zeros():
@@ -429,8 +463,15 @@ def test_constants_are_those_of_the_format():
     text = source_text("attend")
     assert f"#define LEVEL_ZERO {LEVEL_ZERO} " in text
     assert f"#define SHORT_BITS {SHORT_BITS} " in text
+    assert f"#define OWN_RUN {OWN_RUN} " in text
     for name in ("SHORT_PAIRS", "LONG_PAIRS", "SHORT_SINGLES", "LONG_SINGLES", "WIDE_PAIRS"):
         assert f"{name} = {getattr(attend_tables, name)}" in text
+
+
+def own_zeros(batch, heads):
+    """Return own tokens of zeros, of another batch or other heads."""
+    keys, values = torch.zeros(2, 1, heads, 4, 32)
+    return OwnTokens(torch.zeros(batch, dtype=torch.int32), keys, values, 9)
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -446,6 +487,10 @@ REFUSED: dict[str, dict[str, Any]] = {
     r"raw: values at 3: torch.float32 \[1, 2, 4, 32\]": {
         "raw": [(3, torch.zeros(1, 2, 5, 32), torch.zeros(1, 2, 4, 32))]
     },
+    "own: positions: torch.int32 .2., accepted are torch.int32 .1.": {
+        "own": own_zeros(batch=2, heads=2)
+    },
+    r"raw: keys at -1: torch.float32 \[1, 3, 4, 32\]": {"own": own_zeros(batch=1, heads=3)},
     "both are empty": {"spans": []},
 }
 

@@ -17,6 +17,9 @@ MAX_ROWS = 16
 #: Position of its first token, keys and values ``[B, Hkv, t, D]``.
 RawRun = tuple[int, torch.Tensor, torch.Tensor]
 
+#: In the place of the position of `OwnTokens`, which begin elsewhere in each sequence.
+OWN_RUN = -1
+
 
 @dataclass(frozen=True, eq=False)
 class Span:
@@ -52,6 +55,33 @@ class Span:
         return ceil_div(self.tokens, self.k_tables.format.tokens)
 
 
+@dataclass(frozen=True, eq=False)
+class OwnTokens:
+    """Tokens of sequences, not coded, that begin at another position in each.
+
+    They count, and what `Span` and `RawRun` have at these positions does not.
+
+    Parameters
+    ----------
+    positions : torch.Tensor
+        int32 ``[B]``, on the device that attends: where they begin, from 0.
+    keys, values : torch.Tensor
+        ``[B, Hkv, n, D]``: of n consecutive tokens.
+    end : int
+        Before it they count; behind it other tokens do.
+    """
+
+    positions: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    end: int
+
+    @property
+    def run(self) -> RawRun:
+        """The tokens as a run."""
+        return OWN_RUN, self.keys, self.values
+
+
 def group_of(
     query: torch.Tensor,
     spans: Sequence[Span],
@@ -60,6 +90,7 @@ def group_of(
     length: int,
     sinks: torch.Tensor | None,
     first_valid: torch.Tensor | None,
+    own: OwnTokens | None = None,
 ) -> tuple[int, int]:
     """Return K/V heads and query heads of each, or refuse what attention does not take.
 
@@ -80,7 +111,7 @@ def group_of(
         raise ArgumentError(f"length: {length} tokens, {n} of which are queries")
     for span in spans:
         _check_span(span, query, heads)
-    for first, keys, values in raw:
+    for first, keys, values in raw if own is None else (*raw, own.run):
         shape = (batch, heads, keys.shape[2] if keys.ndim == 4 else -1, dim)
         for name, part in (("keys", keys), ("values", values)):
             if tuple(part.shape) != shape or part.dtype != query.dtype:
@@ -90,13 +121,12 @@ def group_of(
                 )
     if sinks is not None and tuple(sinks.shape) != (query_heads,):
         raise ArgumentError(f"sinks: {list(sinks.shape)}, accepted are [{query_heads}]")
-    if first_valid is not None and (
-        tuple(first_valid.shape) != (batch,) or first_valid.dtype != torch.int32
-    ):
-        raise ArgumentError(
-            f"first_valid: {first_valid.dtype} {list(first_valid.shape)}, accepted are "
-            f"{torch.int32} [{batch}]"
-        )
+    positions = None if own is None else own.positions
+    for name, given in (("first_valid", first_valid), ("own: positions", positions)):
+        if given is not None and (tuple(given.shape) != (batch,) or given.dtype != torch.int32):
+            raise ArgumentError(
+                f"{name}: {given.dtype} {list(given.shape)}, accepted are {torch.int32} [{batch}]"
+            )
     return heads, query_heads // heads
 
 

@@ -18,6 +18,12 @@ TOKENS, SINKS, WINDOW, LAST = 512, 4, 28, 64
 CODED = slice(SINKS, SINKS + (TOKENS - SINKS - WINDOW) // TILE * TILE)
 
 
+def is_coded(begin: int) -> torch.Tensor:
+    """Return which tokens of a sequence that begins there are coded, of those that count."""
+    at = torch.arange(TOKENS)
+    return (at >= max(CODED.start, begin + SINKS)) & (at < CODED.stop)
+
+
 def outputs(
     keys: torch.Tensor,
     values: torch.Tensor,
@@ -33,7 +39,7 @@ def outputs(
     found = []
     for b, begin in enumerate(first):
         sees = (at >= begin) & (at <= places[:, None])
-        counts = sees[:, CODED].any(dim=1)
+        counts = (sees & is_coded(begin)).any(dim=1)
         shown = logits[b].masked_fill(~sees, -torch.inf)
         if sinks is not None:
             beside = sinks.double().view(-1, 1, 1).expand(-1, len(places), 1)
@@ -57,14 +63,16 @@ def fitted(first: list[int], sinks: torch.Tensor | None = None, **options: Any) 
 @given(st.lists(st.integers(0, TOKENS), min_size=1, max_size=3), st.booleans(), st.booleans())
 @example([0, 449], False, False)  # 63 tokens
 @example([TOKENS, 0], False, True)  # no token
-@example([CODED.stop - 1], True, True)  # one coded token
+@example([CODED.stop - SINKS - 1], True, True)  # one coded token
+@example([CODED.stop - SINKS, CODED.stop - 1], True, True)  # none
 @example([0, CODED.stop, 500], False, False)  # none
+@example([2, 3], False, True)  # own first tokens among those that are never coded
 def test_the_error_is_that_of_queries_that_see_coded_tokens(
     first: list[int], with_sinks: bool, by_hand: bool
 ) -> None:
     sinks = torch.tensor([-1.0, 2.0, 4.0, float("-inf")]) if with_sinks else None
     scales = {"key_scale": 1.0, "value_scale": 0.7} if by_hand else {}
-    if min(first) >= CODED.stop:
+    if min(first) + SINKS >= CODED.stop:
         with pytest.raises(NothingSeenError, match="queries: none of them sees a token"):
             fitted(first, sinks, **scales)
         return
@@ -72,7 +80,10 @@ def test_the_error_is_that_of_queries_that_see_coded_tokens(
     keys, values, queries = prompt(TOKENS, len(first))
     k, v = keys.clone(), values.clone()
     for kept, plan in ((k, fit.keys), (v, fit.values)):
-        kept[:, :, CODED] = coded(kept[:, :, CODED], plan)[0]
+        decoded = kept.clone()
+        decoded[:, :, CODED] = coded(kept[:, :, CODED], plan)[0]
+        for b, begin in enumerate(first):
+            kept[b, :, is_coded(begin)] = decoded[b, :, is_coded(begin)]
     last = queries[:, :, -LAST:]
     plain = outputs(keys, values, last, first, sinks)
     error = (outputs(k, v, last, first, sinks) - plain).norm() / plain.norm()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import pkgutil
+import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
 import numba
+import numpy as np
 import pytest
 from numba.core.dispatcher import Dispatcher
 
@@ -49,6 +53,61 @@ print("numba.typed.typeddict" in sys.modules)  # of what Numba loads before it c
 
 def _twice(x: int) -> int:
     return 2 * x
+
+
+def _last_doubled(x: int) -> int:
+    """Return 2 x, by an option of Numba's that it types by errors."""
+    order = np.argsort(np.arange(x + 1), kind="mergesort")
+    return 2 * int(order[x])
+
+
+class Held:
+    """What a frame holds."""
+
+
+def first_call(kernel: Any) -> weakref.ref[Held]:
+    """Call a kernel that is not compiled yet; return what this frame held."""
+    held = Held()
+    assert kernel(21) == 42
+    return weakref.ref(held)
+
+
+def test_compiling_keeps_nothing_of_who_called() -> None:
+    """Numba's tracebacks hold frames in cycles, which whoever calls would wait to be rid of."""
+    gc.collect()
+    gc.disable()
+    try:
+        assert first_call(numba.njit(_last_doubled))() is not None
+        assert first_call(jit.njit(cache=False)(_last_doubled))() is None
+    finally:
+        gc.enable()
+
+
+def test_a_kernel_is_compiled_within_another_and_without_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inner = jit.njit(cache=False)(_twice)
+
+    def outer(x: int) -> int:
+        found: int = inner(x)
+        return found + 1
+
+    compiled: Any = numba.njit(outer)
+    assert compiled(3) == 7
+
+    def start(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    assert jit.njit(cache=False)(_twice)(21) == 42
+
+
+def test_an_error_of_compiling_is_numbas_own() -> None:
+    def unknown(x: Any) -> Any:
+        return x.no_such_name
+
+    with pytest.raises(numba.TypingError, match="no_such_name"):
+        jit.njit(cache=False)(unknown)(1.0)
 
 
 def test_processes_share_a_new_cache(tmp_path: Path) -> None:

@@ -62,7 +62,8 @@ def padded(tokens: int, padding: int, batch: int, **options: Any) -> Any:
 @given(LENGTHS, st.sampled_from([1, 3]), st.sampled_from(list(SCALES)))
 @example((100, 36), 3, "none")
 @example((100, 37), 3, "none")
-@example((100, 83), 1, "both")  # one packed token of the sequence is seen
+@example((100, 79), 1, "both")  # one coded token of the sequence is seen
+@example((100, 80), 1, "both")
 @example((100, 99), 3, "of-keys")
 @example((300, 299), 3, "both")
 @example((300, 283), 1, "none")
@@ -76,7 +77,7 @@ def test_short_sequences_leave_a_batch_quantised(
     packed = plain["packed_tokens"]
     assert stats["packed_tokens"] == packed == (tokens - 20) // 16 * 16
     assert not stats["lossless"] and not plain["lossless"]
-    if batch == 1 and padding >= 4 + packed:
+    if batch == 1 and padding >= packed:  # its first four tokens are not coded
         assert not stats["errors"]
         assert "no query of the prompt sees a token that is packed" in stats["measured_without"][0]
         assert stats["packed_ratio"] > 0.5 * plain["packed_ratio"]

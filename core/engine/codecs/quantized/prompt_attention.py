@@ -30,7 +30,8 @@ class PromptAttention:
     """Attention of a prompt's last queries to some of its tokens, coded or as they came.
 
     All first and last tokens that are not coded are kept, and tiles between them are drawn evenly;
-    where a tile stands for several, its logits are raised by the logarithm of their number. Queries
+    where a tile stands for several, its logits are raised by the logarithm of their number. The
+    first tokens of a sequence behind padding are not coded either. Queries
     that see no coded token, as those of padding, get outputs of 0: they count for nothing, neither
     as an error nor among the outputs that it is relative to.
     """
@@ -87,15 +88,29 @@ class PromptAttention:
         self._query = last.reshape(lines * heads, groups * count, dim) * self._scaling
         self._sinks = self._of_rows(sink_logits, groups, count, lines)
         at = torch.arange(tokens - count, tokens, device=device).repeat(groups)
-        self._seen_of_drawn = self._seen(drawn_tokens, at, first_valid) + math.log(share)
+        first = None if first_valid is None else first_valid.to(device)[self._lines].long()
+        self._seen_of_drawn = self._seen(drawn_tokens, at, first, sinks) + math.log(share)
         measured = self._seen_of_drawn.isfinite().any(dim=2, keepdim=True)
         self._measures = measured.any()
-        seen_of_raw = self._seen(raw, at, first_valid).masked_fill(~measured, -math.inf)
+        seen_of_raw = self._seen(raw, at, first).masked_fill(~measured, -math.inf)
         #: Those that are coded, ``[B, H, T, dim]``.
         self.keys = self._drawn(keys, drawn_tokens)
         self.values = self._drawn(values, drawn_tokens)
         self._raw_values = self._drawn(values, raw).float().flatten(0, 1)
         self._raw_logits = self._logits(self._drawn(keys, raw).float().flatten(0, 1), seen_of_raw)
+        if first is not None and sinks:
+            own = first[:, None] + torch.arange(sinks, device=device)
+            behind = at[:, None] >= own[:, None]  # [lines, queries, sinks]
+            counts = ((own >= sinks) & (own < tail))[:, None] & behind
+            seen = torch.zeros(counts.shape, device=device).masked_fill(~counts, -math.inf)
+            seen = seen.repeat_interleave(heads, dim=0).masked_fill(~measured, -math.inf)
+            index = own.clamp(max=tokens - 1)[:, None, :, None].expand(-1, heads, -1, dim)
+            of_keys, of_values = (
+                self._of_lines(kept).gather(2, index).float().flatten(0, 1)
+                for kept in (keys, values)
+            )
+            self._raw_logits = torch.cat([self._raw_logits, self._logits(of_keys, seen)], dim=2)
+            self._raw_values = torch.cat([self._raw_values, of_values], dim=1)
 
     def measure_plain(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Compute the plain outputs, of the coded tokens in float32."""
@@ -151,14 +166,20 @@ class PromptAttention:
         return relative
 
     def _seen(
-        self, tokens: torch.Tensor, at: torch.Tensor, first_valid: torch.Tensor | None
+        self,
+        tokens: torch.Tensor,
+        at: torch.Tensor,
+        first: torch.Tensor | None,
+        own_tokens: int = 0,
     ) -> torch.Tensor:
-        """Return 0 where a query sees a token, else -inf; ``[B * H or 1, queries, tokens]``."""
+        """Return 0 where a query sees a token, else -inf; ``[B * H or 1, queries, tokens]``.
+
+        Sequences begin at `first`, int64 ``[lines]``, and behind so many of their own tokens.
+        """
         hidden = (tokens > at[:, None])[None]
-        if first_valid is not None:
-            first = first_valid.to(tokens.device)[self._lines]
-            padding = (tokens < first[:, None]).repeat_interleave(self._heads, dim=0)
-            hidden = hidden | padding[:, None]
+        if first is not None:
+            padding = tokens < first[:, None] + own_tokens
+            hidden = hidden | padding.repeat_interleave(self._heads, dim=0)[:, None]
         return torch.zeros(hidden.shape, dtype=torch.float32, device=tokens.device).masked_fill(
             hidden, -math.inf
         )

@@ -8,7 +8,7 @@ import torch
 
 from ....errors import CorruptedDataError
 from ..format import TableStorage, unsigned_lengths, words_of_rows
-from ..spans import RawRun, Span, group_of
+from ..spans import OwnTokens, RawRun, Span, group_of
 from ..tile_format import TileTables
 from .tiles import decode_tiles
 
@@ -23,13 +23,14 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     first_valid: torch.Tensor | None = None,
+    own: OwnTokens | None = None,
     computed_in: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Return the attention of the last tokens of sequences to all of their tokens.
 
     Parameters
     ----------
-    query, spans, raw, length, scaling, softcap, sinks, first_valid
+    query, spans, raw, length, scaling, softcap, sinks, first_valid, own
         As for `bitslab.engine.kernels.cuda.attend.AttendKernels.attend`, on the CPU.
     computed_in : torch.dtype
         Of products, softmax and sums.
@@ -46,7 +47,9 @@ def attend(
     CorruptedDataError
         When a tile is damaged.
     """
-    heads, group = group_of(query, spans, raw, length=length, sinks=sinks, first_valid=first_valid)
+    heads, group = group_of(
+        query, spans, raw, length=length, sinks=sinks, first_valid=first_valid, own=own
+    )
     batch, query_heads, n, dim = query.shape
     positions: list[torch.Tensor] = []
     keys: list[torch.Tensor] = []
@@ -64,16 +67,25 @@ def attend(
         positions.append(first + torch.arange(run_keys.shape[2]))
         keys.append(run_keys)
         values.append(run_values)
-    at = torch.cat(positions)
+    at = torch.cat(positions).expand(batch, -1)
+    counts = torch.ones(batch, at.shape[1], dtype=torch.bool)
+    if own is not None:
+        begin = own.positions.long()[:, None]
+        there = begin + torch.arange(own.keys.shape[2])
+        end = (begin + own.keys.shape[2]).clamp(max=own.end)
+        counts = torch.cat([(at < begin) | (at >= end), there < own.end], dim=1)
+        at = torch.cat([at, there], dim=1)
+        keys.append(own.keys)
+        values.append(own.values)
     k, v = (torch.cat(parts, 2).to(computed_in) for parts in (keys, values))
     rows = query.to(computed_in).reshape(batch, heads, group, n, dim)
     scores = torch.einsum("bhgnd,bhtd->bhgnt", rows, k) * scaling
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
-    seen = at <= (length - n + torch.arange(n))[:, None]
-    seen = seen.expand(batch, 1, 1, n, -1)
     if first_valid is not None:
-        seen = seen & (at >= first_valid[:, None]).view(batch, 1, 1, 1, -1)
+        counts = counts & (at >= first_valid[:, None])
+    seen = at[:, None] <= (length - n + torch.arange(n))[:, None]
+    seen = (seen & counts[:, None]).view(batch, 1, 1, n, -1)
     scores = scores.masked_fill(~seen, -torch.inf)
     most = scores.amax(-1, keepdim=True)
     if sinks is not None:

@@ -1,27 +1,50 @@
-"""`numba.njit` with a cache on disk that several processes may fill at once.
+"""`numba.njit` off the caller's stack, with a cache on disk that processes may fill at once.
 
 Numba keeps compiled code on disk in an index per function that it reads, changes and writes with no
 lock: two processes that compile different dtypes at once can file them under one name, and the
 function then fails for good. Here the index is read and written under a lock file, also for what a
 function calls; compiling needs none.
+
+What Numba compiles leaves cycles of tracebacks behind, and with them the frames of all callers,
+whose tensors then live until Python collects garbage: gigabytes, where a model packs its first
+prompt. So it compiles in a thread, on whose stack there is nothing else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numba
 from numba.core import runtime
 from numba.core.caching import FunctionCache
+from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
+from ...tasks import Workers
 from .lock_files import lock_file
 
 #: What loads compiled code by itself: no public name of Numba's, so that one may do without.
 _LOADING = ("_load_overload", "_guard_against_spurious_io_errors")
 _rtsys: Any = getattr(runtime, "rtsys", None)
 _loads_alone = _rtsys is not None and all(hasattr(FunctionCache, name) for name in _LOADING)
+
+
+def _compile_apart(compile_here: Callable[[Any], Any], signature: Any) -> Any:
+    """Compile for a signature in a thread of its own, or load what is compiled."""
+    # Where the caller compiles, as that thread does, another would wait for its lock for ever.
+    if global_compiler_lock.is_locked():
+        return compile_here(signature)
+    workers = Workers("bitslab-compile", 1)
+    try:
+        task = workers.submit(compile_here, (signature,))
+    except RuntimeError:  # no thread can be started, as at the interpreter's exit
+        return compile_here(signature)
+    try:
+        return task.result()
+    finally:
+        workers.close(0.0)  # it ends by itself
 
 
 class LockedCache(FunctionCache):
@@ -54,6 +77,7 @@ def njit(*, cache: bool, **options: Any) -> Callable[[Any], Any]:
         kernel = numba.njit(**options)(function)
         if cache:
             kernel._cache = LockedCache(function)
+        kernel.compile = partial(_compile_apart, kernel.compile)
         return kernel
 
     return compiled

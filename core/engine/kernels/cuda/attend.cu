@@ -34,6 +34,7 @@
 
 #define MAX_DIM 256
 #define NO_ITEM 0x7fffffff
+#define OWN_RUN -1  // as in spans.py, whose tests compare
 
 __device__ __forceinline__ float largest_of_warp(float x) {
 #pragma unroll
@@ -59,7 +60,9 @@ __device__ __forceinline__ char* take_shared(char*& at, int bytes) {
 // Queries [batches, heads * group, n, dim] by strides in values: row r of head h is token r % n of query
 // head h * group + r / n. Blocks: `splits`, then heads * batches. ids[batches][heads][tiles] of K and V;
 // codes and blocks: attend_tables.py, `entries` of them; those of V at byte v_table of shared memory. Keys and values that are not coded come in up to
-// two runs, [batches, heads, tokens, dim] by strides that both share. parts[slot][batches * heads][rows][dim]
+// two runs, [batches, heads, tokens, dim] by strides that both share. own_first[batches], null for none:
+// there begin the tokens of each sequence that the run at position OWN_RUN has, up to own_tokens and before
+// own_end; of all others these positions do not count. parts[slot][batches * heads][rows][dim]
 // and stats: output, greatest exponent and sum of weights of each split, from slot `first_slot` of `slots`
 // on. arrived[batches * heads], zeros before and behind: the blocks that have written theirs, of all
 // launches; the last one merges them. sinks[heads * group], null for none: exponents that take weight and
@@ -67,8 +70,9 @@ __device__ __forceinline__ char* take_shared(char*& at, int bytes) {
 // take tiles, each once at the most, while as many others decode V for them.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     attend_tiles(const void* __restrict__ query, i64 query_batch, i64 query_head, i64 query_token, int heads, int group,
-                 int n, int dim, int query_position, const int* __restrict__ first_valid, int scaling_bits,
-                 int softcap_bits, int tiles, int first_token, int tokens, const u32* __restrict__ k_words,
+                 int n, int dim, int query_position, const int* __restrict__ first_valid,
+                 const int* __restrict__ own_first, int own_tokens, int own_end, int scaling_bits, int softcap_bits,
+                 int tiles, int first_token, int tokens, const u32* __restrict__ k_words,
                  i64 k_n_words, const i64* __restrict__ k_bases, const void* __restrict__ k_lengths, int k_length_bytes,
                  i64 k_n_rows, const int* __restrict__ k_ids, int k_heads, const int* __restrict__ k_order,
                  const float* __restrict__ k_steps, const float* __restrict__ k_centers,
@@ -177,6 +181,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
   Mask mask;
   Sums sums;
   mask.first = first_valid ? first_valid[batch] : 0;
+  const int own_begin = own_first ? own_first[batch] : 0;
+  const int own_stop = own_first ? min(own_begin + own_tokens, own_end) : 0;
   mask.scaling = __int_as_float(scaling_bits);
   mask.softcap = __int_as_float(softcap_bits);
 #pragma unroll
@@ -212,19 +218,22 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     if (item >= tiles) {
       const int part = item - tiles;
       const bool second = part >= a_parts;
-      const int from = 16 * (second ? part - a_parts : part);
-      const int here = min(16, (second ? b_tokens : a_tokens) - from);
+      const int from = 16 * (second ? part - a_parts : part), first = second ? b_first : a_first;
+      const bool own = first == OWN_RUN;
+      const int position = (own ? own_begin : first) + from;
+      int here = min(16, (second ? b_tokens : a_tokens) - from);
+      if (own) here = min(here, own_stop - position);
       const i64 stride = second ? b_token : a_token;
       const i64 begin = batch * (second ? b_batch : a_batch) + head * (second ? b_head : a_head) + from * stride;
       const char* k = (const char*)(second ? b_keys : a_keys) + begin * VALUE_SIZE;
       const char* v = (const char*)(second ? b_values : a_values) + begin * VALUE_SIZE;
-      const int position = (second ? b_first : a_first) + from;
-      if (position + here <= mask.first || position >= query_position + n) continue;
+      if (here <= 0 || position + here <= mask.first || position >= query_position + n) continue;
       float s[1][2][NT], decay[NT];
       const float step[1][2] = {{0, 0}};
       raw_products(g < here ? (const u32*)(k + g * stride * VALUE_SIZE) : 0,
                    g + 8 < here ? (const u32*)(k + (g + 8) * stride * VALUE_SIZE) : 0, dim, q, s[0]);
       to_exponents(s, position, here, mask);
+      if (!own && position < own_stop && position + here > own_begin) hide(s, position, own_begin, own_stop);
       to_weights(s, step, sums, decay);
       add_raw_values(v, stride, here, blocks, channels, s[0], decay, (float*)ring, my_out);
       continue;
@@ -283,6 +292,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
       }
     }
     to_exponents(s, position, here, mask);
+    if (position < own_stop && position + here > own_begin) hide(s, position, own_begin, own_stop);
     float step[GROUPS][2], decay[NT];
 #pragma unroll
     for (int j = 0; j < GROUPS; ++j)

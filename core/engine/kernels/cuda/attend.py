@@ -13,10 +13,10 @@ import torch
 
 from ....errors import ArgumentError
 from ..format import PAD_WORDS, TableStorage, ceil_div
-from ..spans import MAX_ROWS, RawRun, Span, group_of
+from ..spans import MAX_ROWS, OwnTokens, RawRun, Span, group_of
 from ..tile_format import TILE_BLOCK, TileTables
 from .parameters import Address, Int32, Int64, Parameters
-from .prepared_attention import Chunk, Cut, PreparedAttention, Run
+from .prepared_attention import Chunk, Cut, PreparedAttention, PreparedOwn, Run
 from .runner import Launch, Runner
 from .source import VALUE_KINDS, PlainVariant, attend_variant
 from .tiles import WORDS_ALIGN_BYTES
@@ -45,9 +45,9 @@ MAX_SPLITS = 256
 class AttendTiles(Parameters):
     """Parameters of `attend_tiles`.
 
-    Strides in values; floats by their bits. int32 `first_valid` or None; `k_` and `v_` a `Span`'s
-    tables and ids; `a_` and `b_` runs of tokens that are not coded; `parts`, `stats` and `sinks`
-    float32, the latter or None; int32 `arrived`.
+    Strides in values; floats by their bits. int32 `first_valid` and `own_first` or None; `k_` and
+    `v_` a `Span`'s tables and ids; `a_` and `b_` runs of tokens that are not coded; `parts`,
+    `stats` and `sinks` float32, the latter or None; int32 `arrived`.
     """
 
     kernel = "attend_tiles"
@@ -62,6 +62,9 @@ class AttendTiles(Parameters):
     dim: Int32
     query_position: Int32
     first_valid: Address
+    own_first: Address
+    own_tokens: Int32
+    own_end: Int32
     scaling_bits: Int32
     softcap_bits: Int32
     tiles: Int32
@@ -161,6 +164,7 @@ class AttendKernels:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         first_valid: torch.Tensor | None = None,
+        own: OwnTokens | None = None,
         sm_budget: int | None = None,
     ) -> torch.Tensor:
         """Return the attention of the last tokens of sequences to all of their tokens.
@@ -184,6 +188,8 @@ class AttendKernels:
             ``[Hq]``: scores that take weight and have no value.
         first_valid : torch.Tensor, optional
             int32 ``[B]`` on the device: the first position of each sequence that is no padding.
+        own : OwnTokens, optional
+            Tokens that count in the place of those of `spans` and `raw` at the same positions.
         sm_budget : int, optional
             Multiprocessors that the kernels may use; all when left out.
 
@@ -207,10 +213,12 @@ class AttendKernels:
             softcap=softcap,
             sinks=sinks,
             first_valid=first_valid,
+            own=own,
             sm_budget=sm_budget,
         )
         runs = [Run.of(*each) for each in raw]
-        return prepared(query, [run for run, _ in runs], length, sinks, first_valid)
+        prepared_own = None if own is None else PreparedOwn(own)
+        return prepared(query, [run for run, _ in runs], length, sinks, first_valid, prepared_own)
 
     def prepare(
         self,
@@ -223,6 +231,7 @@ class AttendKernels:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
         first_valid: torch.Tensor | None = None,
+        own: OwnTokens | None = None,
         sm_budget: int | None = None,
     ) -> PreparedAttention:
         """Return what does what `attend` does, for these spans and all such queries and runs.
@@ -230,7 +239,7 @@ class AttendKernels:
         It holds the spans. Parameters and errors are those of `attend`.
         """
         heads, group = group_of(
-            query, spans, raw, length=length, sinks=sinks, first_valid=first_valid
+            query, spans, raw, length=length, sinks=sinks, first_valid=first_valid, own=own
         )
         dim = query.shape[3]
         if query.dtype not in VALUE_KINDS:

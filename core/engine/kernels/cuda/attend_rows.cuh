@@ -162,6 +162,20 @@ __device__ __forceinline__ void to_exponents(float (&s)[N][2][NT], int first_tok
       }
     }
 }
+// Take tokens at positions from `begin` to `end` out of those that count: another run has them.
+template <int N>
+__device__ __forceinline__ void hide(float (&s)[N][2][NT], int first_token, int begin, int end) {
+  const int g = (threadIdx.x & 31) >> 2;
+#pragma unroll
+  for (int j = 0; j < N; ++j)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int position = first_token + 16 * j + 8 * h + g;
+      if (position < begin || position >= end) continue;
+#pragma unroll
+      for (int n = 0; n < NT; ++n) s[j][h][n] = NO_WEIGHT;
+    }
+}
 // Turn exponents into weights 2^(exponent + step - greatest one + WEIGHT_SHIFT), steps being logarithms.
 template <int N>
 __device__ __forceinline__ void to_weights(float (&s)[N][2][NT], const float (&step)[N][2], Sums& sums,

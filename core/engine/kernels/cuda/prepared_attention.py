@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..spans import Span
+from ..spans import OwnTokens, Span
 from .runner import Launch
 
 
@@ -53,6 +53,21 @@ class Run(NamedTuple):
 
 
 _NO_RUN = Run(0, 0, 0, 0, 0, 0, 0)
+
+
+class PreparedOwn:
+    """Tokens that begin elsewhere in each sequence, as the kernel takes them; it holds them."""
+
+    __slots__ = ("_held", "numbers", "run")
+
+    def __init__(self, own: OwnTokens) -> None:
+        positions = own.positions.contiguous()
+        self.run, tensors = Run.of(*own.run)
+        self.numbers = positions.data_ptr(), self.run.tokens, own.end
+        self._held = positions, tensors
+
+
+_NO_OWN = 0, 0, 0
 
 
 class Cut(NamedTuple):
@@ -136,12 +151,13 @@ class PreparedAttention:
         length: int,
         sinks: torch.Tensor | None = None,
         first_valid: torch.Tensor | None = None,
+        own: PreparedOwn | None = None,
     ) -> torch.Tensor:
         """Return what `AttendKernels.attend` returns; nothing is checked.
 
         Parameters
         ----------
-        query, length, sinks, first_valid
+        query, length, sinks, first_valid, own
             As there, of the shapes and dtypes that this was prepared for.
         runs : sequence of Run
             The tokens that are not coded.
@@ -162,12 +178,15 @@ class PreparedAttention:
         _, n, query_heads, dim = self._like
         at, to, itemsize = query.data_ptr(), out.data_ptr(), query.element_size()
         first = 0 if first_valid is None else first_valid.data_ptr()
+        of_own = _NO_OWN
+        if own is not None:
+            of_own, runs = own.numbers, [*runs, own.run]
         for chunk in self._chunks:
             begin = chunk.begin
             rows = (
                 *(at + begin * token * itemsize, batch, head, token),
                 *(self._heads, self._group, chunk.tokens, dim, length - n + begin),
-                *(first, *self._score_bits),
+                *(first, *of_own, *self._score_bits),
             )
             there = to + begin * query_heads * dim * itemsize, n * query_heads * dim
             self._serve(chunk, rows, runs, sinks, out.device, (*there, query_heads * dim))
