@@ -163,9 +163,11 @@ def entered(job: Job, way: str, limit_bytes: int) -> Iterator[tuple[Contexts, An
         compile_layers(job.model)
     elif made is not None:
         context = lambda: made  # noqa: E731
+    job.backward_within = way == "deepspeed"  # which counts what was not read as lost
     try:
         yield context, offload
     finally:
+        job.backward_within = False
         if offload is not None:
             offload.close()
         if way in ("checkpoint", "deepspeed"):

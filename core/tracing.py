@@ -34,7 +34,9 @@ def not_traced(function: Function) -> Function:
 
 def exporting() -> bool:
     """Return whether `torch.export` traces the running code."""
-    if hasattr(torch.compiler, "is_exporting"):
-        return torch.compiler.is_exporting()
+    # Not `is_exporting()`, which dynamo takes for true in every compiled model before torch 2.13.
+    found: bool | None = getattr(torch.compiler, "_is_exporting_flag", None)
+    if found is not None:
+        return found
     # Before torch 2.7: tracing without dynamo means export.
     return torch.compiler.is_compiling() and not torch.compiler.is_dynamo_compiling()
