@@ -9,6 +9,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -30,6 +31,10 @@ BALANCE_TOKENS = 48
 BLOCK_TOKENS = 68
 DYNAMIC, OFFLOADED, KVCOMP_HOST = "DynamicCache", "transformers' offloaded", "KVCompCache, host"
 KVCOMP_DEVICE = "KVCompCache, device"
+#: As KVCOMP_DEVICE; the tokens that are measured are replays of a CUDA graph, of one block of steps
+#: in which nothing is packed.
+GRAPHS = "KVCompCache, device, CUDA graphs"
+NEEDS_GPU = OFFLOADED, GRAPHS
 CASES: dict[str, Case] = {
     "32k, 8 K/V heads": replace(PROMPTS["32k"], layers=16),
     "32k, 32 K/V heads": replace(PROMPTS["32k"], layers=16, kv_heads=32),
@@ -67,6 +72,7 @@ WAYS: dict[str, Make] = {
     KVCOMP_DEVICE: lambda config, device, **how: KVCompCache(
         config, device=device, offload=False, **how
     ),
+    GRAPHS: lambda config, device, **how: KVCompCache(config, device=device, offload=False, **how),
     "QuantizedCache, quanto, 4 bits": lambda config, device: QuantizedCache(
         "quanto", config, nbits=4
     ),
@@ -89,7 +95,7 @@ class Request:
     `worst_ms` is a token's in which blocks are packed, the slowest, or one in which "auto" moves a
     layer, once it has found how many remain on the host; `host_ms` is the time until a
     token's last kernel is queued: where that is nearly `token_ms`, the host decides, else the GPU
-    or the link.
+    or the link. `capture_ms` is what packing what is due, making room and capturing a step take.
     """
 
     prompt_ms: float
@@ -101,6 +107,7 @@ class Request:
     held_bytes: int
     token_peak_bytes: int
     tokens: list[list[int]]
+    capture_ms: float | None = None
 
 
 def run(arguments: argparse.Namespace, report: Any) -> dict[str, Rows]:
@@ -129,8 +136,9 @@ def run(arguments: argparse.Namespace, report: Any) -> dict[str, Rows]:
 def _case_rows(name: str, case: Case, arguments: argparse.Namespace, report: Any) -> Rows:
     model = case.model(arguments.device)
     measured: dict[str, _Measured] = {way: _Measured() for way in arguments.ways}
-    if arguments.device.type == "cpu" and OFFLOADED in measured:
-        measured[OFFLOADED].problem = "it needs a GPU"
+    for way in NEEDS_GPU:
+        if arguments.device.type == "cpu" and way in measured:
+            measured[way].problem = "it needs a GPU"
     how: dict[str, Any] = {}
     if arguments.scales:
         how["key_scale"], how["value_scale"] = arguments.scales[0]
@@ -147,7 +155,7 @@ def _case_rows(name: str, case: Case, arguments: argparse.Namespace, report: Any
     for way, found in measured.items():
         if found.problem:
             left_out(way, found.problem)
-            if way != OFFLOADED or arguments.device.type != "cpu":
+            if way not in NEEDS_GPU or arguments.device.type != "cpu":
                 rows.append({"cache": way, "note": f"left out: {found.problem:.90}"})
             continue
         row = _row(way, found.requests)
@@ -205,7 +213,7 @@ def _take_turn(
             how = {**how, "reserve_tokens": case.tokens + n}
         cache = WAYS[way](model.config, device, **(how if way.startswith("KVComp") else {}))
         chunk_tokens = LARGE_CHUNK_TOKENS if large else case.tokens
-        request = _request(model, cache, ids, chunk_tokens, n, warm)
+        request = _request(model, cache, ids, chunk_tokens, n, warm, graphs=way == GRAPHS)
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         # Backends that are missing say so by one of these, and memory that runs out.
         found.problem = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -223,6 +231,8 @@ def _request(
     chunk_tokens: int,
     new_tokens: int,
     warm_tokens: int,
+    *,
+    graphs: bool,
 ) -> Request:
     device = ids.device
     before = _allocated(device)
@@ -234,15 +244,28 @@ def _request(
     prompt = _now(device) - start
     prompt_peak = _peak(device) - before
     times, queued = [], []
-    for i in range(new_tokens - 1):
-        if i == warm_tokens:
-            _reset_peak(device)
-        start = _now(device)
-        logits = model(tokens[-1][:, None], past_key_values=cache).logits
-        tokens.append(logits[:, -1].argmax(-1))
-        queued.append(time.perf_counter() - start)
-        times.append(_now(device) - start)
-    del logits
+    capture_ms = None
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(ids, past_key_values=cache).logits
+        return found
+
+    step: Callable[[torch.Tensor], torch.Tensor] = forward
+    with ExitStack() as stack:
+        for i in range(new_tokens - 1):
+            if i == warm_tokens:
+                _reset_peak(device)
+                if graphs:
+                    start = _now(device)
+                    steps = stack.enter_context(cache.captured_steps(new_tokens - 1 - i))
+                    step = _captured(model, cache, tokens[-1][:, None], steps)
+                    capture_ms = 1e3 * (_now(device) - start)
+            start = _now(device)
+            logits = step(tokens[-1][:, None])
+            tokens.append(logits[:, -1].argmax(-1))
+            queued.append(time.perf_counter() - start)
+            times.append(_now(device) - start)
+    del logits, step
     return Request(
         1e3 * prompt,
         1e3 * times[0],
@@ -253,13 +276,34 @@ def _request(
         _allocated(device) - before,
         _peak(device) - before,
         torch.stack(tokens, dim=1).tolist(),
+        capture_ms,
     )
+
+
+def _captured(
+    model: Any, cache: Any, ids: torch.Tensor, steps: Any
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what replays a step of ids ``[B, 1]``; its logits last until the next one."""
+    ids = ids.clone()
+    at = torch.full_like(ids, cache.get_seq_length())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits: torch.Tensor = model(ids, position_ids=at, past_key_values=cache).logits
+
+    def step(new: torch.Tensor) -> torch.Tensor:
+        ids.copy_(new)
+        steps.replay(graph)
+        at.add_(1)
+        return logits
+
+    return step
 
 
 def _row(way: str, requests: list[Request]) -> dict[str, Any]:
     def median(name: str) -> float:
         return float(statistics.median(getattr(each, name) for each in requests))
 
+    captures = [each.capture_ms for each in requests if each.capture_ms is not None]
     return {
         "cache": way,
         "prompt ms": median("prompt_ms"),
@@ -270,6 +314,7 @@ def _row(way: str, requests: list[Request]) -> dict[str, Any]:
         "device MB": median("held_bytes") / 1e6,
         "peak of a token MB": median("token_peak_bytes") / 1e6,
         "peak of a prompt MB": median("prompt_peak_bytes") / 1e6,
+        **({"capture ms": statistics.median(captures)} if captures else {}),
     }
 
 

@@ -6,6 +6,7 @@ It knows no framework: `bitslab.integrations.transformers.CompressedCache` is bu
 on it.
 """
 
+from ..engine.kernels.spans import MAX_ROWS
 from .attending import PackedAttention
 from .gathering import Gathered
 from .history import PackedHistory
@@ -29,6 +30,7 @@ from .scores import (
 )
 from .selection import Selection, Take
 from .tile_plans import QUERIES, TileOptions, TilePlans
+from .token_steps import StepCount, StepCounts, TokenSteps
 from .words import Words
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "HeavyScores",
     "HistoryReader",
     "LayerCodecs",
+    "MAX_ROWS",
     "ModelCodecs",
     "Offload",
     "PackedAttention",
@@ -49,11 +52,14 @@ __all__ = [
     "Plans",
     "RawTokens",
     "Selection",
+    "StepCount",
+    "StepCounts",
     "Take",
     "TileOptions",
     "TilePlans",
     "TokenJoin",
     "TokenScores",
+    "TokenSteps",
     "Words",
     "beam_index",
     "check_offload",

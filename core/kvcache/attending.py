@@ -21,6 +21,7 @@ from .history import PackedHistory
 from .packed_tokens import Revision
 from .reader import HistoryReader
 from .segment import Segment
+from .token_steps import Reads
 
 #: Passes over the tokens for one forward pass, each of MAX_ROWS query rows of a head, up to which
 #: packed tokens are attended to; with more of them decoding once is faster.
@@ -56,6 +57,14 @@ class PackedAttention:
         if rest or not 1 <= groups <= MAX_ROWS or not batch * n * dim:
             return False
         return n * groups <= MOST_PASSES * MAX_ROWS and self._planned().served
+
+    def here(self) -> Reads | None:
+        """Return what attention reads, whose words lie on the device; None if no tiles are there.
+
+        It holds until packed or first tokens change.
+        """
+        plan = self._planned()
+        return plan.here() if plan.served else None
 
     def attend(
         self,
@@ -262,12 +271,20 @@ class _Staged:
         (keys, values), (k_words, v_words) = self._sides, self._words
         return keys.tokens(k_words, begin, end), values.tokens(v_words, begin, end)
 
-    def raw(self) -> list[RawRun]:
-        """Return all tokens that are no tiles."""
+    def raw(self, ends: tuple[int, int] | None = None) -> list[RawRun]:
+        """Return all tokens that are no tiles; of the tails' memory so many where `ends` is given.
+
+        Parameters
+        ----------
+        ends : (int, int), optional
+            Tokens of K's and of V's tail, with some that are not there yet.
+        """
         found = [(begin, *self._tokens(begin, end)) for begin, end in self._begins]
+        tails = [history.unpacked.tail for history in self._histories]
+        lengths = [tail.length for tail in tails] if ends is None else ends
         keys, values = (
-            history.tail[:, :, self._end - side.edges[-1] :]
-            for side, history in zip(self._sides, self._histories, strict=True)
+            tail.memory[:, :, self._end - side.edges[-1] : length]
+            for side, tail, length in zip(self._sides, tails, lengths, strict=True)
         )
         return [*found, (self._end, keys, values)] if keys.shape[2] else found
 
@@ -290,7 +307,7 @@ class _Staged:
             here = self._own = own.keys, own.values, PreparedOwn(own)
         return here[2]
 
-    def runs(self) -> tuple[list[Run], list[object]]:
+    def runs(self, ends: tuple[int, int] | None = None) -> tuple[list[Run], list[object]]:
         """Return `raw` as the kernels of a GPU take it, and what that points to."""
         runs = [run for run, _ in self._fixed]
         kept: list[object] = []
@@ -303,11 +320,12 @@ class _Staged:
         memory = keys.memory, values.memory
         if self._tail is None or memory[0] is not self._tail[0] or memory[1] is not self._tail[1]:
             self._take_tail(memory)
-        tokens = keys.length + self._sides[0].edges[-1] - self._end
+        length = keys.length if ends is None else ends[0]
+        tokens = length + self._sides[0].edges[-1] - self._end
         if self._tail_run is not None:
             runs.append(self._tail_run.of_tokens(tokens))
         elif tokens:
-            run, tensors = Run.of(*self.raw()[-1])
+            run, tensors = Run.of(*self.raw(ends)[-1])
             runs.append(run)
             kept.append(tensors)
         return runs, kept

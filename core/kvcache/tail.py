@@ -97,6 +97,24 @@ class Tail:
         self._tokens = None
         return True
 
+    def has_room(self, n: int) -> bool:
+        """Return whether `n` tokens can be written behind them where they lie."""
+        return self.length + n <= self._room_end
+
+    def move(self, room_end: int) -> None:
+        """Move the tokens to new memory, contiguous, with room for so many in all."""
+        batch, heads, _, dim = self.memory.shape
+        with torch.inference_mode(False):
+            larger = self.memory.new_empty((batch, heads, room_end, dim))
+        larger.narrow(2, 0, self.length).copy_(self.tokens)
+        self.memory, self._room_end, self.stream = larger, room_end, NO_STREAM
+        self._tokens = self._offered = None
+
+    def count(self, n: int) -> None:
+        """Take note of `n` tokens that were written behind them; below 0, of fewer."""
+        self.length += n
+        self._tokens = None
+
     def _larger(self, end: int, most_room: int) -> torch.Tensor:
         """Return a tensor for so many tokens, with room ahead."""
         batch, heads, _, dim = self.memory.shape

@@ -175,7 +175,7 @@ def masks(
         or q_offset + q_length != kv_length
     ):
         return mask
-    padding = _padding(attention_mask, kv_length)
+    padding = left_padding(attention_mask, kv_length)
     if padding is not None:
         setattr(mask, _PADDING, padding)
         _padded[id(mask)] = mask
@@ -198,7 +198,7 @@ def _padding_of(mask: torch.Tensor) -> Padding | None:
 
 
 @not_traced
-def _padding(mask: torch.Tensor | None, length: int) -> Padding | None:
+def left_padding(mask: torch.Tensor | None, length: int) -> Padding | None:
     """Return where the sequences of a mask ``[B, T]`` begin; None where they have holes.
 
     A GPU is waited for, as transformers does where it makes masks.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
 
@@ -10,8 +11,15 @@ import torch
 from transformers import PreTrainedConfig
 
 from bitslab.devices import checked_device
+from bitslab.errors import ArgumentError, BitslabError
 from bitslab.integrations.transformers.attention import NAME
 from bitslab.integrations.transformers.cache_layer import CompressedLayer
+from bitslab.integrations.transformers.captured_steps import (
+    CapturedSteps,
+    capturing,
+    checked_tokens,
+    first_valid_of,
+)
 from bitslab.integrations.transformers.handles import KVHandle
 from bitslab.integrations.transformers.kvcomp_layer import KVCompLayer, LayerUpdate
 from bitslab.integrations.transformers.layer_histories import LayerHistories
@@ -22,7 +30,7 @@ from bitslab.integrations.transformers.packed_cache import (
     exported_as_constant,
 )
 from bitslab.integrations.transformers.selectors import KVSelector
-from bitslab.kvcache import Commit, Offload, TileOptions, check_options
+from bitslab.kvcache import Commit, Offload, StepCounts, TileOptions, check_options
 
 #: Multiples of it, without their whole part, lie evenly between 0 and 1 however many they are.
 _GOLDEN = (5**0.5 - 1) / 2
@@ -121,6 +129,8 @@ class KVCompCache(PackedCache):
     gradients and dropout, for steps of another granularity than "weighted", and for more than 64
     query rows of a K/V head in a pass or more than 16 query heads of one; `stats` counts it.
 
+    With ``offload=False`` steps of decoding can be captured in CUDA graphs: see `captured_steps`.
+
     Encoder-decoder models, errors, `torch.compile` and `torch.export` are as with
     `CompressedCache`. One thread at a time.
 
@@ -204,6 +214,7 @@ class KVCompCache(PackedCache):
         if self._packed:
             self._layer(max(self._packed)).attended = histories.learn_ahead
         self._updated: int | None = None  # the layer whose last tokens are to be packed
+        self._step_counts: StepCounts | None = None
 
     def _check_layers(self, packed: list[int]) -> None:
         if self.selector is not None:
@@ -232,13 +243,144 @@ class KVCompCache(PackedCache):
         self._updated = layer_idx
         return found
 
+    @contextmanager
+    def captured_steps(
+        self, tokens: int, *, attention_mask: torch.Tensor | None = None
+    ) -> Iterator[CapturedSteps]:
+        """Make room for so many tokens, so that forward passes can be captured in a CUDA graph.
+
+        Within the block each forward pass has one token of each sequence. One that is captured is
+        run by each replay, behind the tokens that are there by then; others run at once. Nothing is
+        packed before the block is left, which packs what is due.
+
+        Parameters
+        ----------
+        tokens : int
+            Tokens of a sequence that the block takes at the most.
+        attention_mask : torch.Tensor, optional
+            ``[B, T]`` of all tokens that are there, where some are padding, on the left. The model
+            is given no mask within the block, but ``position_ids``, which the caller writes to.
+
+        Yields
+        ------
+        CapturedSteps
+            `replay` and `replayed` tell the cache of its new tokens.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            For arguments out of range, and a cache whose options keep its tokens from being read in
+            replays: offload other than False, and a selector.
+        BitslabError
+            Within another block or a capture; for a model with another attention function than
+            "bitslab", layers of other kinds than full attention, or on several devices; for a layer
+            whose tokens attention does not read as they are packed, as before the first are.
+
+        Notes
+        -----
+        Graphs are for their block: the memory that they write to is not theirs behind it. There
+        they write nothing, and what they compute is of no use. Warm the model up before a capture,
+        as ever: a step that runs within the block is one of the tokens.
+
+        Examples
+        --------
+        ::
+
+            with cache.captured_steps(64) as steps:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    logits = model(ids, position_ids=at, past_key_values=cache).logits
+                while steps.left:
+                    steps.replay(graph)
+                    ids.copy_(logits[:, -1:].argmax(-1))
+                    at.add_(1)
+        """
+        if self._steps is not None:
+            raise BitslabError("captured_steps(): within another block, which is to be left first")
+        steps = self._steps = self._open_steps(checked_tokens(tokens), attention_mask)
+        try:
+            yield steps
+        finally:
+            self._steps = None
+            steps.close()
+        for i in self._packed:
+            self._layer(i).pack_due()
+
+    def _open_steps(self, tokens: int, mask: torch.Tensor | None) -> CapturedSteps:
+        """Pack what is due, wait for that, and return steps of all layers."""
+        histories, layers = self._histories, {i: self._layer(i) for i in self._packed}
+        if histories.placement.hosted or histories.placement.balance is not None:
+            raise ArgumentError(
+                "offload: packed words lie in host memory, from where no replay fetches them; "
+                "captured_steps() accepts caches that were made with offload=False"
+            )
+        if self.selector is not None:
+            raise ArgumentError("select: captured_steps() accepts caches without a selector")
+        others = {type(layer).__name__ for layer in self.layers} - {KVCompLayer.__name__}
+        if others or not layers:
+            raise BitslabError(
+                "captured_steps(): accepted are models whose layers all have full attention, this "
+                f"one has {', '.join(sorted(others)) or 'none'}"
+            )
+        devices = {layer.device for layer in layers.values() if layer.is_initialized}
+        if len(devices) != 1 or not all(layer.is_initialized for layer in layers.values()):
+            raise BitslabError(
+                "captured_steps(): accepted are caches that hold a prompt, on one device, this one "
+                f"is on {', '.join(sorted(map(str, devices))) or 'none'}"
+            )
+        [device] = devices
+        if capturing(device):
+            raise BitslabError("captured_steps(): within a capture; it is to be entered before")
+        self._undo_captured()
+        self._hands.look()
+        if not self._hands.now:
+            raise BitslabError(
+                "captured_steps(): attention decodes K and V, which no replay can do; call "
+                f'model.set_attn_implementation("{NAME}")'
+            )
+        layer = layers[min(layers)]
+        first_valid = first_valid_of(mask, layer.batch, layer.get_seq_length(), device)
+        self._histories.finish_learning()
+        self._pass = self._updated = None
+        for layer in layers.values():
+            layer.pack_due()
+        histories.readers[device].finish_packing()
+        for layer in layers.values():
+            for history in layer.histories:
+                while history.packs:  # a single block, which no queue has
+                    history.pack_on(wait=True)
+        if self._step_counts is None or self._step_counts.device != device:
+            self._step_counts = StepCounts(device)
+        count = self._step_counts.new(tokens)
+        return CapturedSteps(layers, count, first_valid, self._hands.query_heads)
+
     def change_layers(
         self, prepare: Callable[[CompressedLayer], Commit], plain: Callable[[Any], None]
     ) -> None:
-        """Change all layers, or none when one cannot."""
+        """Change all layers, or none when one cannot; none within `captured_steps`."""
+        self._check_no_steps()
         # Those that have not come to it yet learn from the same tokens as the others.
         self._histories.finish_learning()
         super().change_layers(prepare, plain)
+
+    def reset(self) -> None:
+        """Forget all tokens.
+
+        Raises
+        ------
+        BitslabError
+            Within `captured_steps`.
+        """
+        self._check_no_steps()
+        super().reset()  # type: ignore[no-untyped-call]
+
+    def _check_no_steps(self) -> None:
+        """Raise within a block of steps, whose graphs read and write the memory of the tokens."""
+        if self._steps is not None:
+            raise BitslabError(
+                "KVCompCache: within captured_steps() the cache takes steps alone, as graphs read "
+                "and write the memory of its tokens; leave the block first"
+            )
 
     def _layer(self, i: int) -> KVCompLayer:
         layer = self._packed[i]
@@ -302,6 +444,12 @@ class _AttentionOf:
     def look(self) -> None:
         """Look the attention of the model up, as it may have been set since."""
         self.now = bool(_decoder(self._config)._attn_implementation == NAME)
+
+    @property
+    def query_heads(self) -> int | None:
+        """Query heads of a layer, where the config tells."""
+        found = getattr(_decoder(self._config), "num_attention_heads", None)
+        return found if isinstance(found, int) else None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> _AttentionOf:
         return self

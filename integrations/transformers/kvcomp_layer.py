@@ -345,6 +345,27 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         }
         self.measured_without |= {name for name, there in beside.items() if there}
 
+    # Steps at places in device memory: see captured_steps.py
+
+    def pack_due(self) -> None:
+        """Pack what has left the windows, without waiting for a turn; forget the last update."""
+        self.settle()
+        for history in self.histories:
+            history.pack()
+        self._latest = self.kept = None
+
+    @property
+    def attention(self) -> PackedAttention | None:
+        """Attention to the tokens as they are packed; None before the first."""
+        return self._attention
+
+    def count_steps(self, n: int) -> None:
+        """Count forward passes of steps that were run; fewer if negative."""
+        there = n * self.packed_tokens
+        self.packed_passes += n
+        self.there_tokens += there
+        self.read_tokens += there
+
     # Changes
 
     def as_it_is(self, most_bytes: int = 0) -> Kept:
@@ -412,12 +433,47 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         return {**super().__getstate__(), "_latest": None}
 
 
+class Updated(Protocol):
+    """A layer, as far as its updates know it; see `KVCompLayer`."""
+
+    changes: int
+
+    def latest(self, update: LayerUpdate) -> bool:
+        """Return whether an update is the last one."""
+        ...
+
+    def read(self, update: LayerUpdate) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return all K and V as they were after an update, decoded."""
+        ...
+
+    def attend_packed(
+        self, query: torch.Tensor, padding: Padding | None, options: Mapping[str, Any]
+    ) -> torch.Tensor | None:
+        """Return attention to the tokens as they are packed; None where that is not served."""
+        ...
+
+    def see(
+        self,
+        query: torch.Tensor,
+        padding: Padding | None,
+        options: Mapping[str, Any],
+        *,
+        other_mask: bool = False,
+    ) -> None:
+        """Keep the last queries until codecs are learnt."""
+        ...
+
+    def end_pass(self) -> None:
+        """Do what is to be done once an update has been attended to."""
+        ...
+
+
 class LayerUpdate:
     """One update of a layer, until the attention function has read it.
 
     Parameters
     ----------
-    layer : KVCompLayer
+    layer : Updated
         The layer.
     new : (torch.Tensor, torch.Tensor)
         The new K and V ``[B, H, n, D]``.
@@ -425,9 +481,7 @@ class LayerUpdate:
         Tokens of a sequence with them.
     """
 
-    def __init__(
-        self, layer: KVCompLayer, new: tuple[torch.Tensor, torch.Tensor], length: int
-    ) -> None:
+    def __init__(self, layer: Updated, new: tuple[torch.Tensor, torch.Tensor], length: int) -> None:
         self._layer = layer
         self.since = layer.changes
         #: Puts all layers back to what they were like before the forward pass.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 from weakref import ref
 
 import torch
@@ -36,6 +36,16 @@ NOTHING_PACKED = (
 )
 
 
+class Steps(Protocol):
+    """What takes the updates of all packed layers for a while."""
+
+    def update(
+        self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Append the K and V of a layer, and return all of its K and V."""
+        ...
+
+
 class PackedCache(DynamicCache, SelfAttentionCache):
     """A K/V cache whose full-attention layers are packed; layers of other kinds are transformers'.
 
@@ -56,6 +66,7 @@ class PackedCache(DynamicCache, SelfAttentionCache):
 
     _pass: ForwardPass | None = None  #: the one under way, or the last one
     _to_undo: ForwardPass | None = None  #: one that a capture within it has ended
+    _steps: Steps | None = None  #: that take updates, within their block
 
     def __init__(
         self,
@@ -141,13 +152,16 @@ class PackedCache(DynamicCache, SelfAttentionCache):
             self._check_index(layer_idx)
             return super().update(key_states, value_states, layer_idx, *args, **kwargs)
         current = self._pass
+        if self._steps is not None:
+            return self._steps.update(layer_idx, key_states, value_states)
         if getattr(key_states, "is_cuda", False) and torch.cuda.is_current_stream_capturing():
             # Nothing is packed or put back here, which would be captured.
             if current is not None and current.layers and layer_idx > current.layers[-1]:
                 self._to_undo = current
             raise BitslabError(
                 "update(): a CUDA graph is being captured; a packed cache grows with each token, "
-                "which no replay can follow. Capture steps with transformers' StaticCache"
+                "which no replay can follow. Capture steps within KVCompCache.captured_steps(), or "
+                "with transformers' StaticCache"
             )
         if self._to_undo is not None:
             self._undo_captured()

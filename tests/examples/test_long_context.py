@@ -114,7 +114,7 @@ def test_benchmark_generates_with_every_cache(
     ((title, rows),) = kvcomp_generate.run(arguments, lambda done, total: None).items()
     assert title == "Generation, tiny: 1 layers, 1 x 260 tokens, bfloat16, on cpu"
     found = {row["cache"]: row for row in rows}
-    assert set(found) == set(kvcomp_generate.WAYS) - {kvcomp_generate.OFFLOADED}
+    assert set(found) == set(kvcomp_generate.WAYS) - {*kvcomp_generate.NEEDS_GPU}
     for way, row in found.items():
         if "note" in row:
             assert way.startswith("QuantizedCache") and "left out" in row["note"]

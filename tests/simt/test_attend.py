@@ -459,6 +459,42 @@ def test_a_prepared_call_leaves_what_it_counts_as_it_was():
     assert relative_error(found[0], expected) < 2e-6
 
 
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("own", [False, True], ids=["", "own"])
+@pytest.mark.parametrize("runs", [1, 2, 3, 4])
+def test_tokens_that_are_missing_yet_are_not_seen(runs, own):
+    """As replays of one launch see more and more of them: what is not there is not read."""
+    query, keys, values = drawn(2, 2, 3, 2, 32, 200)
+    span = span_of(keys[:, :, :128], values[:, :, :128])
+    cuts = [128, 133, 140, 151, 200][-runs - 1 :]
+    cuts[0] = 128
+    short_by = torch.zeros(1, dtype=torch.int32)
+    runner = SimtRunner(2)
+    kernels = AttendKernels(runner)
+    first_valid = torch.tensor([0, 130], dtype=torch.int32)
+    options: dict[str, Any] = {"scaling": 0.2, "first_valid": first_valid}
+    if own:
+        _, own_keys, own_values = drawn(2, 2, 3, 2, 32, 5, seed=1)
+        options["own"] = OwnTokens(first_valid, own_keys, own_values, 134)
+    grids = set()
+    for missing in (48, 40, 17, 16, 0, -3):
+        there = 200 - max(0, missing)
+        held = [t.clone() for t in (keys, values)]
+        for t in held:
+            t[:, :, there:] = torch.nan
+        raw = [(a, *(t[:, :, a:b] for t in held)) for a, b in zip(cuts, cuts[1:], strict=False)]
+        short_by.fill_(missing)
+        runner.grids.clear()
+        found = kernels.attend(query, [span], raw, length=200, short_by=short_by, **options)
+        grids.add(tuple(runner.grids))
+        of_twin = twin(query, [span], raw, length=200, short_by=short_by, **options)
+        whole = [(128, keys[:, :, 128:there], values[:, :, 128:there])]
+        expected = twin(query, [span], whole, computed_in=torch.float64, length=there, **options)
+        assert relative_error(found, expected) < 2e-6
+        assert relative_error(of_twin, expected) < 2e-6
+    assert len(grids) == 1  # of all replays
+
+
 def test_constants_are_those_of_the_format():
     text = source_text("attend")
     assert f"#define LEVEL_ZERO {LEVEL_ZERO} " in text

@@ -16,6 +16,7 @@ from bitslab.engine.codecs.base import first_bad_id
 from bitslab.engine.codecs.vectors import decode_body, encode_body
 from bitslab.engine.kernels import cpu, cuda
 from bitslab.engine.kernels.cpu import (
+    append,
     attend,
     bags,
     blob_copy,
@@ -40,6 +41,7 @@ FILES = sorted(path.stem for path in FOLDER.glob("*.cu"))
 #: The twin of each kernel. Kernels that share one differ in how they divide the work.
 TWINS: dict[str, Any] = {
     "agreed_masks": cpu.agreed_masks,
+    "append_token": append.append_token,
     "attend_tiles": attend.attend,
     "check_ids": first_bad_id,
     "choose_slots": slots.choose_slots,

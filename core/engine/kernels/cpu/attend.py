@@ -24,13 +24,14 @@ def attend(
     sinks: torch.Tensor | None = None,
     first_valid: torch.Tensor | None = None,
     own: OwnTokens | None = None,
+    short_by: torch.Tensor | None = None,
     computed_in: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """Return the attention of the last tokens of sequences to all of their tokens.
 
     Parameters
     ----------
-    query, spans, raw, length, scaling, softcap, sinks, first_valid, own
+    query, spans, raw, length, scaling, softcap, sinks, first_valid, own, short_by
         As for `bitslab.engine.kernels.cuda.attend.AttendKernels.attend`, on the CPU.
     computed_in : torch.dtype
         Of products, softmax and sums.
@@ -50,6 +51,12 @@ def attend(
     heads, group = group_of(
         query, spans, raw, length=length, sinks=sinks, first_valid=first_valid, own=own
     )
+    if short_by is not None:
+        *others, (first, last_keys, last_values) = raw
+        missing = min(max(int(short_by), 0), last_keys.shape[2])
+        left = last_keys.shape[2] - missing
+        raw = [*others, (first, last_keys[:, :, :left], last_values[:, :, :left])]
+        length -= missing
     batch, query_heads, n, dim = query.shape
     positions: list[torch.Tensor] = []
     keys: list[torch.Tensor] = []

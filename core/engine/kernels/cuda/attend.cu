@@ -67,7 +67,9 @@ __device__ __forceinline__ char* take_shared(char*& at, int bytes) {
 // on. arrived[batches * heads], zeros before and behind: the blocks that have written theirs, of all
 // launches; the last one merges them. sinks[heads * group], null for none: exponents that take weight and
 // have no value. out[batches, n, heads * group, dim] by strides in values. `stages`: 0, or how many warps
-// take tiles, each once at the most, while as many others decode V for them.
+// take tiles, each once at the most, while as many others decode V for them. `short_by`, null for 0: how many of the
+// b_tokens are not there yet, the query's position being as much less; read here, so that replays of a captured launch
+// see more and more of them.
 extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     attend_tiles(const void* __restrict__ query, i64 query_batch, i64 query_head, i64 query_token, int heads, int group,
                  int n, int dim, int query_position, const int* __restrict__ first_valid,
@@ -83,10 +85,13 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
                  const int4* __restrict__ v_blocks, int v_entries, int v_table, const void* __restrict__ a_keys,
                  const void* __restrict__ a_values, i64 a_batch, i64 a_head, i64 a_token, int a_first, int a_tokens,
                  const void* __restrict__ b_keys, const void* __restrict__ b_values, i64 b_batch, i64 b_head,
-                 i64 b_token, int b_first, int b_tokens, int splits, int first_slot, int slots, float* parts,
-                 float2* stats, int* arrived, const float* __restrict__ sinks, void* __restrict__ out, i64 out_batch,
-                 i64 out_token, i64* mailbox, int stages) {
+                 i64 b_token, int b_first, int b_tokens, const int* __restrict__ short_by, int splits, int first_slot,
+                 int slots, float* parts, float2* stats, int* arrived, const float* __restrict__ sinks,
+                 void* __restrict__ out, i64 out_batch, i64 out_token, i64* mailbox, int stages) {
   extern __shared__ __align__(16) char shared[];
+  const int missing = short_by ? min(max(*short_by, 0), b_tokens) : 0;
+  b_tokens -= missing;
+  query_position -= missing;
   const int lane = threadIdx.x & 31, g = lane >> 2, t = lane & 3, warp = threadIdx.x >> 5, warps = blockDim.x >> 5;
   const int split = blockIdx.x % splits, pair = blockIdx.x / splits, pairs = gridDim.x / splits;
   const int batch = pair / heads, head = pair - batch * heads;

@@ -45,9 +45,9 @@ MAX_SPLITS = 256
 class AttendTiles(Parameters):
     """Parameters of `attend_tiles`.
 
-    Strides in values; floats by their bits. int32 `first_valid` and `own_first` or None; `k_` and
-    `v_` a `Span`'s tables and ids; `a_` and `b_` runs of tokens that are not coded; `parts`,
-    `stats` and `sinks` float32, the latter or None; int32 `arrived`.
+    Strides in values; floats by their bits. int32 `first_valid`, `own_first` and `short_by` or
+    None; `k_` and `v_` a `Span`'s tables and ids; `a_` and `b_` runs of tokens that are not coded;
+    `parts`, `stats` and `sinks` float32, the latter or None; int32 `arrived`.
     """
 
     kernel = "attend_tiles"
@@ -111,6 +111,7 @@ class AttendTiles(Parameters):
     b_token: Int64
     b_first: Int32
     b_tokens: Int32
+    short_by: Address
     splits: Int32
     first_slot: Int32
     slots: Int32
@@ -165,6 +166,7 @@ class AttendKernels:
         sinks: torch.Tensor | None = None,
         first_valid: torch.Tensor | None = None,
         own: OwnTokens | None = None,
+        short_by: torch.Tensor | None = None,
         sm_budget: int | None = None,
     ) -> torch.Tensor:
         """Return the attention of the last tokens of sequences to all of their tokens.
@@ -190,6 +192,10 @@ class AttendKernels:
             int32 ``[B]`` on the device: the first position of each sequence that is no padding.
         own : OwnTokens, optional
             Tokens that count in the place of those of `spans` and `raw` at the same positions.
+        short_by : torch.Tensor, optional
+            int32 ``[1]`` on the device: how many tokens of the last run are not there yet, of which
+            the kernel reads nothing, and by how many `length` is too large. Values below 0 count
+            as 0. Queries are among the tokens of that run.
         sm_budget : int, optional
             Multiprocessors that the kernels may use; all when left out.
 
@@ -218,7 +224,8 @@ class AttendKernels:
         )
         runs = [Run.of(*each) for each in raw]
         prepared_own = None if own is None else PreparedOwn(own)
-        return prepared(query, [run for run, _ in runs], length, sinks, first_valid, prepared_own)
+        of_raw = [run for run, _ in runs]
+        return prepared(query, of_raw, length, sinks, first_valid, prepared_own, short_by)
 
     def prepare(
         self,

@@ -5,6 +5,7 @@ What runs a kernel is a `Runner`; the tests put one in its place that runs the s
 
 from __future__ import annotations
 
+from .append import AppendKernels
 from .attend import AttendKernels
 from .bags import BagKernels
 from .blob_copy import BlobCopyKernels
@@ -101,6 +102,7 @@ class CudaKernels:
         self.copy_blob = BlobCopyKernels(runner).copy_blob
         attend = AttendKernels(runner)
         self.attend, self.prepare_attention = attend.attend, attend.prepare
+        self.append_token = AppendKernels(runner).append_token
         tiles = TileKernels(runner)
         self.measure_tiles = tiles.measure_tiles
         self.encode_tiles = tiles.encode_tiles

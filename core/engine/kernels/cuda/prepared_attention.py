@@ -152,12 +152,13 @@ class PreparedAttention:
         sinks: torch.Tensor | None = None,
         first_valid: torch.Tensor | None = None,
         own: PreparedOwn | None = None,
+        short_by: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return what `AttendKernels.attend` returns; nothing is checked.
 
         Parameters
         ----------
-        query, length, sinks, first_valid, own
+        query, length, sinks, first_valid, own, short_by
             As there, of the shapes and dtypes that this was prepared for.
         runs : sequence of Run
             The tokens that are not coded.
@@ -180,7 +181,9 @@ class PreparedAttention:
         first = 0 if first_valid is None else first_valid.data_ptr()
         of_own = _NO_OWN
         if own is not None:
-            of_own, runs = own.numbers, [*runs, own.run]
+            of_own, runs = own.numbers, [own.run, *runs]
+        if short_by is not None and len(runs) % 2:
+            runs = [*runs[:-1], _NO_RUN, runs[-1]]  # the last one as the kernel's second
         for chunk in self._chunks:
             begin = chunk.begin
             rows = (
@@ -189,7 +192,8 @@ class PreparedAttention:
                 *(first, *of_own, *self._score_bits),
             )
             there = to + begin * query_heads * dim * itemsize, n * query_heads * dim
-            self._serve(chunk, rows, runs, sinks, out.device, (*there, query_heads * dim))
+            to_rows = *there, query_heads * dim
+            self._serve(chunk, rows, runs, sinks, short_by, out.device, to_rows)
         return out
 
     def _serve(
@@ -198,6 +202,7 @@ class PreparedAttention:
         rows: tuple[int, ...],
         runs: Sequence[Run],
         sinks: torch.Tensor | None,
+        short_by: torch.Tensor | None,
         device: torch.device,
         to: tuple[int, int, int],
     ) -> None:
@@ -209,7 +214,9 @@ class PreparedAttention:
             first = runs[2 * i] if 2 * i < len(runs) else _NO_RUN
             second = runs[2 * i + 1] if 2 * i + 1 < len(runs) else _NO_RUN
             launch, splits = cut.how(first, second)
-            launches.append((launch, cut, first, second, splits, slots))
+            last = short_by is not None and 2 * i + 2 == len(runs)
+            missing = short_by.data_ptr() if short_by is not None and last else 0
+            launches.append((launch, cut, first, second, missing, splits, slots))
             slots += splits
         pairs, group, dim = self._pairs, self._group, self._dim
         values = slots * pairs * group * chunk.tokens * dim
@@ -220,8 +227,10 @@ class PreparedAttention:
             *(slots, parts, stats, self._arrived.data_ptr()),
             *(0 if sinks is None else sinks.data_ptr(), *to),
         )
-        for launch, cut, first, second, splits, slot in launches:
-            launch(splits * pairs, *rows, *cut.numbers, *first, *second, splits, slot, *behind)
+        for launch, cut, first, second, missing, splits, slot in launches:
+            launch(
+                splits * pairs, *rows, *cut.numbers, *first, *second, missing, splits, slot, *behind
+            )
 
 
 def _aligned(keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -96,6 +96,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
     "blob_copy": ("copy_blob",),
     "bags": ("pool_bags", "pool_long_bags", "sound_offsets"),
     "attend": ("attend_tiles",),
+    "append": ("append_token",),
     "plan": (
         "agreed_masks",
         "frequent_by_position",
@@ -392,6 +393,8 @@ SLOTS = PlainVariant(
 EXCHANGE = PlainVariant("exchange")
 #: The one compilation of what comes between counting and packing units that are kept.
 KEPT = PlainVariant("kept", tuple(KEPT_DEFINES.items()))
+#: The one compilation of what puts new tokens behind others.
+APPEND = PlainVariant("append")
 #: The one compilation of what moves encoded tensors over a link.
 BLOB_COPY = PlainVariant("blob_copy")
 #: The one compilation of what is checked of packed rows of a whole tensor beside the rows.

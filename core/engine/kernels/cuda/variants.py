@@ -16,6 +16,7 @@ from ..typed_products import PRODUCT_DEFINES
 from ..vector_chunks import VECTOR_KERNELS, VECTOR_NUMBERS
 from ..zfp_format import FLOAT_KINDS
 from .source import (
+    APPEND,
     ATTEND_ROWS,
     BAG_VALUE_BYTES,
     BLOB_COPY,
@@ -57,6 +58,7 @@ def all_variants() -> Iterator[AnyVariant]:
     yield SLOTS
     yield EXCHANGE
     yield BLOB_COPY
+    yield APPEND
     yield UNPACK
     yield LZ4
     yield PLAN

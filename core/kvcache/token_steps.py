@@ -1,0 +1,238 @@
+"""TokenSteps: tokens of one layer that come one by one, at places that device memory says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from ..engine.kernels.cuda import CudaKernels, kernels_on
+from ..engine.kernels.cuda.append import in_words
+from ..engine.kernels.cuda.prepared_attention import PreparedAttention, PreparedOwn, Run
+from ..engine.kernels.spans import MAX_ROWS, OwnTokens, RawRun, Span
+from .history import PackedHistory
+
+#: Counts that one tensor holds.
+COUNTS = 1024
+#: What `StepCount.close` leaves: replays take one from it each.
+CLOSED = -(1 << 30)
+
+
+class Reads(Protocol):
+    """What attention reads of a layer whose packed tokens remain as they are."""
+
+    spans: list[Span]
+
+    def raw(self, ends: tuple[int, int] | None = None) -> list[RawRun]:
+        """Return all tokens that are no tiles, the tails as long as given."""
+        ...
+
+    def runs(self, ends: tuple[int, int] | None = None) -> tuple[list[Run], list[object]]:
+        """Return `raw` as the kernels of a GPU take it, and what that points to."""
+        ...
+
+    def own(self) -> OwnTokens | None:
+        """Return the own first tokens of sequences behind padding, if any are kept."""
+        ...
+
+    def prepared_own(self) -> PreparedOwn | None:
+        """Return `own` as the kernels of a GPU take it."""
+        ...
+
+
+class StepCounts:
+    """Memory of a device for the counts of blocks of steps, each of which has one of its own.
+
+    A graph that is replayed behind its block still finds its count, which is closed. So they live
+    as long as this does.
+
+    Parameters
+    ----------
+    device : torch.device
+        The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._all: list[torch.Tensor] = []
+        self._left: list[torch.Tensor] = []
+
+    def __reduce__(self) -> tuple[type[StepCounts], tuple[torch.device]]:
+        return StepCounts, (self.device,)  # counts belong to the graphs of a process
+
+    def new(self, room: int) -> StepCount:
+        """Return a new count, of which `room` tokens are missing."""
+        if not self._left:
+            with torch.inference_mode(False):
+                tensor = torch.full((COUNTS,), CLOSED, dtype=torch.int32, device=self.device)
+            self._all.append(tensor)
+            self._left = [tensor[i : i + 1] for i in range(COUNTS)]
+        return StepCount(self._left.pop(), room)
+
+
+class StepCount:
+    """How many of the tokens that there is room for are missing, in device memory.
+
+    Parameters
+    ----------
+    short_by : torch.Tensor
+        int32 ``[1]``.
+    room : int
+        Tokens of a sequence that there is room for.
+
+    Attributes
+    ----------
+    short_by : torch.Tensor
+        int32 ``[1]``: the tokens that are missing; below 0 behind the last one.
+    room : int
+        As given.
+    """
+
+    def __init__(self, short_by: torch.Tensor, room: int) -> None:
+        self.short_by, self.room = short_by, room
+        self.step()  # loads the kernel, which a capture is not to do
+        self.set(0)
+
+    def step(self) -> None:
+        """Count one token more, from wherever the device is: as a captured step does."""
+        self.short_by.sub_(1)
+
+    def set(self, tokens: int) -> None:
+        """Set how many tokens are there."""
+        self.short_by.fill_(self.room - tokens)
+
+    def close(self) -> None:
+        """Let no step write any more."""
+        self.short_by.fill_(CLOSED)
+
+
+class TokenSteps:
+    """Tokens of a layer, appended and attended to by launches that are the same for each.
+
+    What changes from token to token is read from device memory (`StepCount`): so launches can be
+    captured in a CUDA graph. Each new token goes to memory that was taken for all of them, and
+    attention, which is cut as for all of them, reads those that are there. Nothing is packed
+    meanwhile: until this is dropped the histories must change by `count` alone.
+
+    Parameters
+    ----------
+    reads : Reads
+        What attention reads of the histories.
+    histories : sequence of PackedHistory
+        Of K and V ``[B, H, T, D]``, of which nothing is in flight.
+    steps : StepCount
+        That of all layers, which counts before the first of them appends.
+    """
+
+    def __init__(self, reads: Reads, histories: Sequence[PackedHistory], steps: StepCount) -> None:
+        self._reads, self._steps = reads, steps
+        self._tails = [history.unpacked.tail for history in histories]
+        k_tail, v_tail = self._tails
+        self._ends = k_tail.length + steps.room, v_tail.length + steps.room
+        self._length = histories[0].length + steps.room
+        self._device = histories[0].device
+        if not (
+            k_tail.has_room(steps.room)
+            and v_tail.has_room(steps.room)
+            and k_tail.memory.stride() == v_tail.memory.stride()
+            and in_words(k_tail.memory)
+            and in_words(v_tail.memory)
+        ):
+            for history, tail in zip(histories, self._tails, strict=True):
+                history.take_turn()
+                tail.move(max(self._ends))
+        self.memory = k_tail.memory, v_tail.memory
+        self._prepared: dict[object, PreparedAttention] = {}
+        self._own = reads.prepared_own()  # not first in a capture, which would own its memory
+
+    def append(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Put a token ``[B, H, 1, D]`` of each sequence where the count says."""
+        new, short_by = (keys.detach(), values.detach()), self._steps.short_by
+        kernels = _gpu_kernels(self._device)
+        if kernels is not None:
+            kernels.append_token(new, self.memory, self._ends, short_by)
+            return
+        from ..engine.kernels.cpu.append import append_token
+
+        append_token(new, self.memory, self._ends, short_by)
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        *,
+        scaling: float | None = None,
+        softcap: float | None = None,
+        sinks: torch.Tensor | None = None,
+        first_valid: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return attention of the last token to all that are there, as `PackedAttention.attend`.
+
+        Parameters
+        ----------
+        query : torch.Tensor
+            ``[B, query heads, 1, D]``, which `PackedAttention.serves`.
+        scaling, softcap, sinks, first_valid
+            As there.
+        """
+        scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+        kernels, short_by = _gpu_kernels(query.device), self._steps.short_by
+        if kernels is None:
+            from ..engine.kernels.cpu.attend import attend
+
+            return attend(
+                query,
+                self._reads.spans,
+                self._reads.raw(self._ends),
+                length=self._length,
+                scaling=scaling,
+                softcap=softcap,
+                sinks=sinks,
+                first_valid=first_valid,
+                own=self._reads.own(),
+                short_by=short_by,
+            )
+        key = query.shape, scaling, softcap, sinks is None, first_valid is None
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            prepared = kernels.prepare_attention(
+                query,
+                self._reads.spans,
+                self._reads.raw(self._ends),
+                length=self._length,
+                scaling=scaling,
+                softcap=softcap,
+                sinks=sinks,
+                first_valid=first_valid,
+                own=self._reads.own(),
+            )
+            # Its counts of blocks, if made in a capture, are zeros in the replays of that alone.
+            if not torch.cuda.is_current_stream_capturing():
+                self._prepared[key] = prepared
+        runs, kept = self._reads.runs(self._ends)
+        return prepared(query, runs, self._length, sinks, first_valid, self._own, short_by)
+
+    def load_kernels(self, query_heads: int) -> None:
+        """Load the kernels of a GPU for so many query heads, as a capture must not; before steps.
+
+        Waits for nothing, and changes no tokens.
+        """
+        batch, heads, _, dim = self.memory[0].shape
+        groups, rest = divmod(query_heads, heads)
+        if _gpu_kernels(self._device) is None or rest or groups > MAX_ROWS or not batch:
+            return
+        self._steps.close()
+        keys, values = (memory[:, :, :1] for memory in self.memory)
+        self.append(keys, values)
+        self._steps.set(0)
+        self.attend(keys.new_zeros((batch, query_heads, 1, dim)))
+
+    def count(self, tokens: int) -> None:
+        """Take note that the device has put so many tokens more there; fewer if negative."""
+        for tail in self._tails:
+            tail.count(tokens)
+
+
+def _gpu_kernels(device: torch.device) -> CudaKernels | None:
+    """Return the kernels of a GPU; None for the CPU."""
+    return None if device.type == "cpu" else kernels_on(device)
