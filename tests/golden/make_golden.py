@@ -58,6 +58,8 @@ TILES: dict[str, tuple[str, torch.dtype, dict[str, Any]]] = {
         torch.float16,
         {"scale": 0.3, "token_pairs": True},
     ),
+    "tiles1-lossless-bfloat16": ("lossless", torch.bfloat16, {"heads": 2, "code_bits": 8}),
+    "tiles1-lossless-float16-tokens": ("lossless", torch.float16, {"token_pairs": True}),
 }
 TILE_SHAPE = (16, 32)
 

@@ -7,7 +7,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from .tile_format import SHORT_BITS, ZERO_SYMBOL
+from .tile_format import FIELD_AT, FIELD_BIAS, SHORT_BITS, ZERO_SYMBOL
 
 #: Codes of pairs of classes up to that radius are whole in the upper byte of a half.
 WHOLE_RADIUS = 8
@@ -24,6 +24,8 @@ def attend_tables(
     radius: npt.NDArray[np.uint8],
     longest: npt.NDArray[np.uint8],
     lookup: npt.NDArray[np.int32],
+    *,
+    lossless: bool = False,
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """Return the lookup tables of all classes, and what each block of positions takes of them.
 
@@ -35,14 +37,17 @@ def attend_tables(
         uint8 ``[classes]``: 0 for single codes, else the radius of pairs; bits of the longest code.
     lookup : numpy.ndarray
         int32 ``[classes, 2 ** code_bits]``, as in `TileTables`.
+    lossless : bool
+        Whether codes are bits of values.
 
     Returns
     -------
     entries : numpy.ndarray
         int32 ``[n]``: of each class ``2 ** longest`` of them, larger tables first, so that each
         begins at a multiple of its size; by the next bits minus the code's bits in the lower half
-        and the codes in the upper one: of single codes a half, of pairs the upper bytes of two
-        halves, or, beyond WHOLE_RADIUS, two bytes of code + 128.
+        and the codes in the upper one: of single codes a half, of lossless tiles the bits of the
+        value that are coded, of pairs the upper bytes of two halves, or, beyond WHOLE_RADIUS, two
+        bytes of code + 128.
     blocks : numpy.ndarray
         int32 ``[H, blocks, 4]``: in bytes, where the block's table begins, and the mask of an
         entry's place in it; the bits that a lane needs at an ask; and how symbols are read, above
@@ -54,7 +59,8 @@ def attend_tables(
     at = 0
     for c in np.argsort(-longest.astype(np.int32), kind="stable"):
         bits, reach = int(longest[c]), int(radius[c])
-        parts.append(_entries(lookup[c, :: 1 << (code_bits - bits)].view(np.uint32), reach))
+        found = lookup[c, :: 1 << (code_bits - bits)].view(np.uint32)
+        parts.append(_entries(found, reach, lossless))
         is_short = bits <= SHORT_BITS
         needed = 2 * bits if is_short else bits
         if reach > WHOLE_RADIUS:
@@ -68,10 +74,14 @@ def attend_tables(
     return np.concatenate(parts).view(np.int32), about[block_class]
 
 
-def _entries(found: npt.NDArray[np.uint32], radius: int) -> npt.NDArray[np.uint32]:
+def _entries(
+    found: npt.NDArray[np.uint32], radius: int, lossless: bool
+) -> npt.NDArray[np.uint32]:
     """Return the entries of a class, of what `TileTables.lookup` has."""
     length = found >> 24
-    if radius > WHOLE_RADIUS:
+    if lossless:
+        codes = ((found & 255) - (ZERO_SYMBOL - FIELD_BIAS)) << (16 + FIELD_AT)
+    elif radius > WHOLE_RADIUS:
         codes = found << 16
     else:
         halves = _halves()

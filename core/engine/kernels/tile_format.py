@@ -1,4 +1,4 @@
-"""Format 1 of a coded tile: quantised values of some tokens of one head, entropy-coded for a warp.
+"""Format 1 of a coded tile: values of some tokens of one head, entropy-coded for a warp.
 
 A tile is `tokens` tokens of one head, ``[tokens, dim]``: a row of a codec. Its values become small
 integers (codes), these become symbols of canonical Huffman codes, and the bits of the symbols stand
@@ -16,6 +16,12 @@ in float32, is an exception: its code is taken to be 0, and its bits stand raw b
 symbol that then still has no code in its class both values (of single codes: the one) become
 exceptions too; the symbol of zeros has a code in every class.
 
+Of LOSSLESS tiles, of dtypes of two bytes, nothing is rounded. ``code = (bits >> 7 & 255) - 127``,
+of bfloat16 the exponent, of float16 the exponent and three bits of the significand; a value that is
+not finite is an exception with code 0. The plane holds the other byte of each value, exceptions too:
+``(bits & 127) | (bits >> 8 & 128)``, its sign and its lowest bits. So nothing but where exceptions
+stand is lost if a symbol has no code, and every value comes back bit for bit.
+
 Sums of TOKEN_LEVEL: the mean square of a token is that of its values in the order of channels,
 those that are not finite taken as 0. Lane l sums the squares of channels l, l + 32, ... in that
 order, each square and each sum rounded to float32; lanes are summed as a butterfly (each adds the
@@ -31,8 +37,8 @@ stand together. Sixteen positions are a block, whose symbols are those of one cl
 
 Symbols. A class has symbols for single codes (``radius == 0``; symbol ``code + 128``), or for pairs
 of codes from ``-radius`` to ``radius``: symbol ``(first + radius) * (2 * radius + 1) + second +
-radius``. No code is longer than `code_bits`, nor than ``class_bits`` of its class. A stream's bits
-are read from the highest bit of each unit on.
+radius``. LOSSLESS tiles have single codes alone. No code is longer than `code_bits`, nor than
+``class_bits`` of its class. A stream's bits are read from the highest bit of each unit on.
 
 Streams. With ``g = lane // 4`` and ``t = lane % 4`` a lane codes, for each block b of 16 positions,
 each group j of 16 tokens and each i of 0 to 3, two values:
@@ -56,7 +62,10 @@ takes more or fewer units than its header says, that has more words than the row
 exceptions lie outside the tile or not in ascending order.
 
 Words of a tile: a header, units in its lower half, exceptions in its upper half; parameters (see
-`Granularity`); units, two a word, the first in the lower half; exceptions, by position in the tile
+`Granularity`); units, two a word, the first in the lower half; of LOSSLESS tiles the plane, as lanes
+take it: of block b and group j word ``32 * i + lane``, i of 0 and 1, behind those of the groups and
+blocks before holds the bytes of the lane's values at steps ``2 * i`` and ``2 * i + 1``, the first in
+the lowest byte; exceptions, by position in the tile
 (``token * dim + channel``): of dtypes of two bytes one word, the position in its lower half and the
 bits in its upper half, of float32 two words, position and bits. A tile that would have as many
 words as its raw bytes is kept raw, as any row of a codec.
@@ -91,6 +100,9 @@ MAX_SYMBOLS = 1024
 #: The symbol of a single code 0; codes of single symbols are -127 to 127.
 ZERO_SYMBOL = 128
 MAX_CODE = 127
+#: Of lossless tiles: the lowest of the eight bits that are coded, and what code 0 stands for.
+FIELD_AT = 7
+FIELD_BIAS = 127
 #: The largest radius of pairs.
 MAX_RADIUS = 15
 #: Tables on a device begin at multiples of so many words.
@@ -107,6 +119,7 @@ class Granularity(IntEnum):
     - TOKEN_LEVEL: the step of a token is that of a level, center 0; four levels of 8 bits a word.
     - BLOCK_RANGE, CHANNEL_RANGE, TOKEN_RANGE: step and center of the tile, of each channel (by
       position) or of each token; a word each, bfloat16 center in its lower half, step in its upper.
+    - LOSSLESS: there are none, codes are bits of the values; no parameters, but a plane.
     """
 
     CHANNEL = 0
@@ -114,6 +127,7 @@ class Granularity(IntEnum):
     BLOCK_RANGE = 2
     CHANNEL_RANGE = 3
     TOKEN_RANGE = 4
+    LOSSLESS = 5
 
 
 @dataclass(frozen=True)
@@ -152,10 +166,20 @@ class TileFormat:
             raise ArgumentError(
                 f"dtype: {self.dtype}, accepted are torch.bfloat16, torch.float16, torch.float32"
             )
+        if self.lossless and self.dtype.itemsize != 2:
+            raise ArgumentError(
+                f"dtype: {self.dtype}, accepted for lossless tiles are torch.bfloat16 and "
+                "torch.float16"
+            )
         if type(self.code_bits) is not int or not 1 <= self.code_bits <= MAX_CODE_BITS:
             raise ArgumentError(
                 f"code_bits: {self.code_bits!r:.60}, accepted are 1 to {MAX_CODE_BITS}"
             )
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every value comes back bit for bit."""
+        return self.granularity is Granularity.LOSSLESS
 
     @property
     def blocks(self) -> int:
@@ -186,7 +210,13 @@ class TileFormat:
             Granularity.BLOCK_RANGE: 1,
             Granularity.CHANNEL_RANGE: self.dim,
             Granularity.TOKEN_RANGE: self.tokens,
+            Granularity.LOSSLESS: 0,
         }[self.granularity]
+
+    @property
+    def plane_words(self) -> int:
+        """Words of the bytes that stand behind the units, as they are."""
+        return self.values // 4 if self.lossless else 0
 
     @property
     def exception_words(self) -> int:
@@ -210,7 +240,7 @@ class TileTables:
         Consecutive rows of one head.
     scale : float
         TOKEN_LEVEL: step over root of the mean square of a token's finite values. Ranges: step over
-        range. CHANNEL: not used.
+        range. CHANNEL, LOSSLESS: not used.
     order : torch.Tensor
         int32 ``[H, dim]``: the channel at each position.
     steps, centers : torch.Tensor
@@ -304,5 +334,8 @@ TILE_FORMATS = tuple(
         (64, 128, 0, Granularity.TOKEN_RANGE, True, 10),
         (32, 96, 2, Granularity.CHANNEL_RANGE, False, 9),
         (16, 16, 1, Granularity.TOKEN_RANGE, True, 10),
+        (64, 128, 0, Granularity.LOSSLESS, False, 8),
+        (64, 128, 0, Granularity.LOSSLESS, True, 10),
+        (32, 80, 1, Granularity.LOSSLESS, True, 8),
     )
 )

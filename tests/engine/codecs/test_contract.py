@@ -16,6 +16,7 @@ import bitslab.engine.codecs
 from bitslab.engine.codecs import TileCodec
 from tests.engine.codecs.contract import Options, RangeContract, RowCodecContract, takes_range
 from tests.engine.codecs.lossy_contract import LossyRowCodecContract
+from tests.helpers import same_bits
 
 
 class TestInvariantCodec(RangeContract, RowCodecContract):
@@ -57,6 +58,31 @@ class TestTileCodec(LossyRowCodecContract):
     @staticmethod
     def metadata_bytes(codec: Any, n_rows: int) -> int:
         return int(codec.row_metadata_bytes(n_rows))
+
+
+class TestLosslessTiles(LossyRowCodecContract):
+    """Of the same class, but with bounds of 0."""
+
+    codec_class: ClassVar[type[bitslab.RowCodec]] = TileCodec
+    plans: ClassVar[dict[str, Options]] = {
+        "channels": {"granularity": "lossless", "heads": 2, "rows_per_head": 3},
+        "tokens": {"granularity": "lossless", "token_pairs": True, "code_bits": 8},
+    }
+    dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16, torch.float16]
+    row_shape: ClassVar[tuple[int, ...]] = (32, 48)
+
+    @staticmethod
+    def metadata_bytes(codec: Any, n_rows: int) -> int:
+        return int(codec.row_metadata_bytes(n_rows))
+
+    def test_usual_rows_are_not_kept_as_they_are(
+        self, dtype: torch.dtype, options: Options
+    ) -> None:
+        rows = self.rows(dtype)
+        codec = self.fit(rows, options)
+        assert int(codec.packed_bytes(rows).max()) < codec.row_bytes
+        assert same_bits(codec.decode(codec.encode(rows)), rows)
+        assert not codec.bounds(rows).any()
 
 
 CONTRACTS: dict[type[bitslab.RowCodec], type[RowCodecContract]] = {

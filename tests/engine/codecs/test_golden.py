@@ -113,7 +113,7 @@ def test_golden_tiles_are_as_the_format_says(name: str) -> None:
 
 def test_golden_tiles_have_every_option() -> None:
     configs = [read(name)[3] for name in make_golden.TILES]
-    assert len({c["granularity"] for c in configs}) == 5
+    assert len({c["granularity"] for c in configs}) == 6
     for key, n in (("dtype", 3), ("token_pairs", 2)):
         assert len({c[key] for c in configs}) == n
     classes = {radius > 0 for c in configs for radius in c["radius"]}

@@ -54,7 +54,9 @@ class Model:
             "block_range": 1,
             "channel_range": self.dim,
             "token_range": self.tokens,
+            "lossless": 0,
         }[self.kind]
+        self.plane_words = self.tokens * self.dim // 4 if self.kind == "lossless" else 0
 
     def _read(self, key: str, dtype: Any, width: int) -> np.ndarray:
         array: np.ndarray = np.frombuffer(base64.b64decode(self.config[key]), dtype)
@@ -114,11 +116,33 @@ class Model:
         first, second = divmod(symbol, 2 * radius + 1)
         return [first - radius, second - radius]
 
+    # Planes
+
+    def split(self, bits: np.ndarray, head: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return codes and bytes of lossless values ``[tokens, dim]`` by position; 128: none."""
+        placed = bits.reshape(self.tokens, self.dim)[:, self.order[head]].astype(np.int64)
+        finite = torch.from_numpy(placed.astype(np.int16)).view(self.dtype).isfinite().numpy()
+        codes = np.where(finite, placed // 128 % 256 - 127, 128)
+        return codes, placed % 128 + placed // 32768 * 128
+
+    def plane_places(self, head: int) -> list[tuple[int, int]]:
+        """Return token and position of each byte of a plane."""
+        by_lane: dict[int, list[tuple[int, int]]] = {lane: [] for lane in range(LANES)}
+        for lane, _, _, places in self.asked(head):
+            by_lane[lane] += places
+        found = []
+        for group in range(self.tokens * self.dim // 256):
+            for i in (0, 1):
+                for lane in range(LANES):
+                    begin = 8 * group + 4 * i
+                    found += by_lane[lane][begin : begin + 4]
+        return found
+
     # Parameters
 
     def parameters(self, x: np.ndarray, head: int) -> list[int]:
         """Return the words of the parameters of a tile ``[tokens, dim]`` by channel."""
-        if self.kind == "channel":
+        if self.kind in ("channel", "lossless"):
             return []
         if self.kind == "token_level":
             levels = [self.level(token) for token in x]
@@ -182,8 +206,12 @@ class Model:
 
     def _encode(self, row: torch.Tensor, number: int) -> list[int] | None:
         head = self.head(number)
-        x = row.reshape(self.tokens, self.dim).float().numpy()
         bits = self.raw(row)
+        if self.kind == "lossless":
+            codes, low = self.split(bits, head)
+            plane = [int(low[place]) for place in self.plane_places(head)]
+            return self.tile(np.where(codes < 128, codes, 0), codes == 128, [], plane, bits, head)
+        x = row.reshape(self.tokens, self.dim).float().numpy()
         words = self.parameters(x, head)
         steps, centers = self.scales(words, head)
         order = self.order[head]
@@ -202,8 +230,20 @@ class Model:
         }[self.dtype]
         allowed = F(0.5) * steps + F(unit) * np.maximum(np.abs(decoded), F(least))
         fits &= (np.abs(decoded - placed) <= allowed) & np.isfinite(decoded)
-        whole = np.where(fits, codes, 0).astype(int)
-        exceptions = {(t, int(order[p])) for t, p in np.argwhere(~fits)}
+        return self.tile(np.where(fits, codes, 0).astype(int), ~fits, words, [], bits, head)
+
+    def tile(
+        self,
+        whole: np.ndarray,
+        missed: np.ndarray,
+        words: list[int],
+        plane: list[int],
+        bits: np.ndarray,
+        head: int,
+    ) -> list[int] | None:
+        """Return the words of a tile of codes, exceptions, parameters and the bytes of a plane."""
+        order = self.order[head]
+        exceptions = {(t, int(order[p])) for t, p in np.argwhere(missed)}
         written: list[list[str]] = [[] for _ in range(LANES)]
         given: list[list[int]] = [[] for _ in range(LANES)]  # units by lane, in their order
         left, taken = [0] * LANES, 0
@@ -227,6 +267,7 @@ class Model:
         at = sorted(t * self.dim + channel for t, channel in exceptions)
         result = [taken | len(at) << 16, *words]
         result += [low | high << 16 for low, high in zip(units[::2], units[1::2], strict=True)]
+        result += np.array(plane, np.uint8).view("<u4").tolist()
         for position in at:
             value = int(bits[position])
             result += [position, value] if self.wide else [position | value << 16]
@@ -252,11 +293,12 @@ class Model:
             raise Damaged("no parameters")
         count, n_exceptions = words[0] & 0xFFFF, words[0] >> 16
         begin = 1 + self.parameter_words
-        behind = begin + (count + 1) // 2
+        after_units = begin + (count + 1) // 2
+        behind = after_units + self.plane_words
         size = 2 if self.wide else 1
         if behind + n_exceptions * size > len(words):
             raise Damaged("more words than there are")
-        units = [u for word in words[begin:behind] for u in (word & 0xFFFF, word >> 16)][:count]
+        units = [u for word in words[begin:after_units] for u in (word & 0xFFFF, word >> 16)][:count]
         symbols = [{code: symbol for symbol, code in codes.items()} for codes in self.codes]
         streams, taken = [""] * LANES, 0
         codes = np.zeros((self.tokens, self.dim), F)
@@ -277,10 +319,18 @@ class Model:
                 codes[place] = code
         if taken != count:
             raise Damaged("units left over")
-        steps, centers = self.scales(words[1:begin], head)
-        values = np.empty((self.tokens, self.dim), F)
-        values[:, self.order[head]] = centers + steps * codes
-        bits = self.raw(torch.from_numpy(values).to(self.dtype)).copy()
+        if self.kind == "lossless":
+            plane = np.array(words[after_units:behind], "<u4").view(np.uint8)
+            joined = np.zeros((self.tokens, self.dim), np.uint16)
+            for byte, (t, p) in zip(plane.tolist(), self.plane_places(head), strict=True):
+                value = (int(codes[t, p]) + 127) * 128 + byte % 128 + byte // 128 * 32768
+                joined[t, self.order[head][p]] = value
+            bits = joined.ravel()
+        else:
+            steps, centers = self.scales(words[1:begin], head)
+            values = np.empty((self.tokens, self.dim), F)
+            values[:, self.order[head]] = centers + steps * codes
+            bits = self.raw(torch.from_numpy(values).to(self.dtype)).copy()
         last = -1
         for e in range(n_exceptions):
             word = words[behind + size * e]

@@ -3,6 +3,7 @@
 from .attention_error import AttentionFit, Measured, NothingSeenError, fit_error
 from .codec import TileCodec
 from .fit import CODERS, TileFit, fit_tiles, measured_fit, query_weights
+from .lossless import fit_lossless
 from .plan import TilePlan
 from .quantise import NO_CODE, dequantise, quantise, steps_and_centers
 
@@ -17,6 +18,7 @@ __all__ = [
     "TilePlan",
     "dequantise",
     "fit_error",
+    "fit_lossless",
     "fit_tiles",
     "measured_fit",
     "quantise",

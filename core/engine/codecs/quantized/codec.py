@@ -1,4 +1,4 @@
-"""TileCodec: tiles of quantised, entropy-coded values."""
+"""TileCodec: tiles of entropy-coded values, quantised or lossless."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from ..base import check_integer, check_rows_argument, check_tensor_argument
 from ..words import WordRowCodec
 from .config import MAX_HEADS, plan_from_config, plan_problem, plan_to_config
 from .fit import fit_tiles
+from .lossless import fit_lossless
 from .plan import TilePlan, symbols_of
 from .quantise import ranges, token_steps
 
@@ -30,7 +31,7 @@ _COMPARISON = 2.0**-20
 
 
 class TileCodec(WordRowCodec):
-    """Quantised and entropy-coded tiles of K or V: lossy, within a bound.
+    """Entropy-coded tiles of K or V: quantised within a bound, or lossless.
 
     A row is a tile, some tokens of one head (KVComp, arXiv 2509.00579, section 3.1). Row i of what
     is packed together is of head ``(i // rows_per_head) % heads``; parts of it are packed from
@@ -39,7 +40,8 @@ class TileCodec(WordRowCodec):
 
     The bound of an element is ``(step / 2 + u * max(|x|, m)) / (1 - u)``, where `step` is that of
     its channel, token or tile, `u` half a unit in the last place of 1 and `m` the least normal
-    number of the dtype: half a step, and the rounding of what is delivered. See `bounds`.
+    number of the dtype: half a step, and the rounding of what is delivered. Lossless tiles bring
+    every value back bit for bit: their bound is 0. See `bounds`.
 
     Parameters
     ----------
@@ -60,7 +62,7 @@ class TileCodec(WordRowCodec):
 
     name: ClassVar[str] = "tiles"
     device_types: ClassVar[tuple[str, ...]] = ("cpu", "cuda")
-    error_bound: ClassVar[str | None] = "(step / 2 + u * max(|x|, m)) / (1 - u)"
+    error_bound: ClassVar[str | None] = "(step / 2 + u * max(|x|, m)) / (1 - u), lossless tiles 0"
 
     def __init__(self, plan: TilePlan, row_shape: tuple[int, ...] | None = None) -> None:
         problem = plan_problem(plan)
@@ -100,10 +102,11 @@ class TileCodec(WordRowCodec):
             ``heads * rows_per_head``, rows in the order in which they will be packed.
         granularity : str
             Where steps come from: ``"channel"``, ``"token_level"``, ``"block_range"``,
-            ``"channel_range"`` or ``"token_range"`` (see `Granularity`).
+            ``"channel_range"``, ``"token_range"``, or ``"lossless"`` (see `Granularity`).
         scale : float
             Step: over the rms of a token (``"token_level"``), over the range (ranges), of a
             channel of weight 1, or over the rms of all where there are no weights (``"channel"``).
+            Not used by lossless tiles, which have no `weights` and ``coder="huffman"``.
         heads, rows_per_head : int
             Row i is of head ``(i // rows_per_head) % heads``.
         token_pairs : bool
@@ -138,6 +141,21 @@ class TileCodec(WordRowCodec):
             )
         tokens, dim = sample.shape[1:]
         tiles = sample.detach().reshape(-1, heads, rows_per_head * tokens, dim)
+        if names[granularity] is Granularity.LOSSLESS:
+            if weights is not None or coder != "huffman":
+                raise ArgumentError(
+                    f"coder: {coder!r:.60}, weights: {'none' if weights is None else 'given'}, "
+                    "accepted for lossless tiles are 'huffman' and none"
+                )
+            return cls(
+                fit_lossless(
+                    tiles,
+                    tile_tokens=tokens,
+                    token_pairs=token_pairs,
+                    rows_per_head=rows_per_head,
+                    code_bits=code_bits,
+                )
+            )
         plan = fit_tiles(
             tiles,
             tile_tokens=tokens,
@@ -178,10 +196,13 @@ class TileCodec(WordRowCodec):
         Returns
         -------
         torch.Tensor
-            float64 ``[N, *row_shape]`` on their device; 0 where an element is not finite.
+            float64 ``[N, *row_shape]`` on their device; 0 where an element is not finite, and of
+            lossless tiles.
         """
         check_rows_argument(self, rows)
         fmt = self.plan.format
+        if fmt.lossless:
+            return torch.zeros(rows.shape, dtype=torch.float64, device=rows.device)
         given = rows.detach().cpu().reshape(-1, fmt.tokens, fmt.dim)
         step = _steps(given, self._tables)
         x = given.double()

@@ -66,6 +66,8 @@ def plan_problem(plan: TilePlan) -> str | None:
         return "steps has some that are not positive and finite"
     if not np.isfinite(plan.centers).all():
         return "centers has some that are not finite"
+    if fmt.lossless and plan.radius.any():
+        return f"radius is {plan.radius.tolist()}, lossless tiles have single codes alone"
     for c in range(classes):
         problem = _code_problem(int(plan.radius[c]), plan.lengths[c], fmt.code_bits)
         if problem:

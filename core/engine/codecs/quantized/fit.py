@@ -97,7 +97,7 @@ def fit_tiles(
     tile_tokens : int
         Tokens of a tile.
     granularity : Granularity
-        Where steps come from.
+        Where steps come from; of LOSSLESS tiles there are none, see `fit_lossless`.
     token_pairs : bool
         Whether lanes pair tokens (V) or channels (K).
     scale : float
@@ -323,7 +323,8 @@ def whole_tiles(sample: torch.Tensor, fmt: TileFormat) -> torch.Tensor:
     if sample.dim() != 4 or not sample.shape[0] or not sample.shape[1]:
         raise ArgumentError(f"sample: {list(sample.shape)}, expected [B, H, T, {fmt.dim}]")
     tokens = sample.shape[2] // fmt.tokens * fmt.tokens
-    if not tokens and fmt.granularity in (Granularity.CHANNEL, Granularity.TOKEN_LEVEL):
+    by_tile = (Granularity.BLOCK_RANGE, Granularity.CHANNEL_RANGE, Granularity.TOKEN_RANGE)
+    if not tokens and fmt.granularity not in by_tile:
         tokens = sample.shape[2] // TILE_BLOCK * TILE_BLOCK
     if not tokens:
         raise ArgumentError(f"sample: {sample.shape[2]} tokens, accepted are {fmt.tokens} or more")
@@ -358,6 +359,8 @@ class ScaledSteps:
     """
 
     def __init__(self, sample: torch.Tensor, fmt: TileFormat, weights: torch.Tensor | None) -> None:
+        if fmt.lossless:
+            raise ArgumentError("granularity: LOSSLESS, accepted are those that have steps")
         self.sample = sample
         self.format = fmt
         self.values = sample.float()

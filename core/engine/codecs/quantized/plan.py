@@ -75,7 +75,9 @@ class TilePlan:
                 torch.empty(0, dtype=torch.float32),
             )
         longest = self.lengths.max(axis=1)
-        attend_codes, attend_blocks = attend_tables(self.block_class, self.radius, longest, lookup)
+        attend_codes, attend_blocks = attend_tables(
+            self.block_class, self.radius, longest, lookup, lossless=fmt.lossless
+        )
         return TileTables(
             format=fmt,
             heads=self.heads,

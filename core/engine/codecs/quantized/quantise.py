@@ -56,6 +56,8 @@ def steps_and_centers(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the steps and centers of values, float32, of shapes that broadcast to theirs."""
     fmt = tables.format
+    if fmt.lossless:
+        raise ArgumentError("granularity: LOSSLESS, accepted are those that have steps")
     check_sample("values", values, fmt)
     if values.shape[1] != tables.heads:
         raise ArgumentError(f"values: {values.shape[1]} heads, expected {tables.heads}")

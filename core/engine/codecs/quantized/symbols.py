@@ -124,7 +124,13 @@ class Counts:
 
 
 def choose_classes(
-    counts: Counts, *, classes: int, code_bits: int, fixed: bool, exception_bits: int
+    counts: Counts,
+    *,
+    classes: int,
+    code_bits: int,
+    fixed: bool,
+    exception_bits: int,
+    paired: bool = True,
 ) -> tuple[list[SymbolClass], npt.NDArray[np.int64]]:
     """Return classes of symbols, and the class of each block: few bits, read with few look-ups.
 
@@ -143,6 +149,8 @@ def choose_classes(
         Whether all codes of a class have one length, and stand for single codes.
     exception_bits : int
         Bits of an exception.
+    paired : bool
+        Whether there may be pairs.
     """
     price = exception_bits + _REPAIR_BITS
     labels = group_histograms(counts.singles, classes, table_bits=8 * SINGLES)
@@ -154,7 +162,7 @@ def choose_classes(
             mine = labels == c
             key = mine.tobytes()
             if key not in known:
-                symbols = _best_symbols(counts.of(mine), code_bits, fixed, price)
+                symbols = _best_symbols(counts.of(mine), code_bits, fixed, price, paired)
                 known[key] = symbols, symbols.worth(counts, price)
             found.append(known[key][0])
             priced.append(known[key][1])
@@ -223,7 +231,9 @@ def shorten_codes(
     return found
 
 
-def _best_symbols(counts: Counts, code_bits: int, fixed: bool, price: int) -> SymbolClass:
+def _best_symbols(
+    counts: Counts, code_bits: int, fixed: bool, price: int, paired: bool
+) -> SymbolClass:
     """Return the symbols that code one histogram best."""
     likely = _Likely(counts)
     if fixed:
@@ -232,7 +242,10 @@ def _best_symbols(counts: Counts, code_bits: int, fixed: bool, price: int) -> Sy
     found = [
         one
         for limit in sorted({min(code_bits, SHORT_BITS), code_bits})
-        for one in (*_pairs(likely, limit, price), _singles(likely, limit, price))
+        for one in (
+            *(_pairs(likely, limit, price) if paired else ()),
+            _singles(likely, limit, price),
+        )
     ]
     return min(found, key=lambda one: one[1] + one[0].look_up_bits * values)[0]
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 import numpy as np
 
 from ..tile_format import (
-    LEVELS,
     MAX_CODE,
     SHORT_BITS,
     TILE_BLOCK,
@@ -24,19 +23,18 @@ from ..tile_format import (
     ZERO_SYMBOL,
     Granularity,
 )
-from .floats import FLOAT32, brain_bits, float_of_brain, load_values, round_values
+from .floats import FLOAT32, load_values, round_values
 from .jit import njit
+from .tile_parameters import find_parameters, spread_parameters
+from .tile_planes import join_values, split_values, write_plane
 
 CHANNEL = int(Granularity.CHANNEL)
-TOKEN_LEVEL = int(Granularity.TOKEN_LEVEL)
-BLOCK_RANGE = int(Granularity.BLOCK_RANGE)
-CHANNEL_RANGE = int(Granularity.CHANNEL_RANGE)
+LOSSLESS = int(Granularity.LOSSLESS)
 
 HALF = np.float32(0.5)
 ONE = np.float32(1)
 ZERO = np.float32(0)
 INFINITY = np.float32(np.inf)
-SIGN = np.uint32(1 << 31)
 #: By kind: half a unit in the last place of 1, and the least normal number.
 ROUNDING = np.array([2.0**-8, 2.0**-11, 2.0**-24], np.float32)
 LEAST_NORMAL = np.array([2.0**-126, 2.0**-14, 2.0**-126], np.float32)
@@ -47,100 +45,6 @@ def decode_values(codes, steps, centers, values):
     """Write ``center + step * code`` of a token."""
     for p in range(values.shape[0]):
         values[p] = centers[p] + steps[p] * np.float32(codes[p])
-
-
-@njit(nogil=True, cache=True)
-def level_of(values, inverse_dim, squared_scale, level_squares, sums):
-    """Return the level of a token: its values in the order of channels."""
-    sums[:] = ZERO
-    for c in range(values.shape[0]):
-        value = values[c]
-        if abs(value) < INFINITY:
-            sums[c & (TILE_LANES - 1)] += value * value
-    width = TILE_LANES // 2
-    while width:
-        for lane in range(width):
-            sums[lane] += sums[lane + width]
-        width >>= 1
-    square = (sums[0] * inverse_dim) * squared_scale
-    level = 0
-    count = LEVELS - 1
-    while count:  # how many of the ascending squares are at most this one
-        half = count >> 1
-        if level_squares[level + half] <= square:
-            level += half + 1
-            count -= half + 1
-        else:
-            count = half
-    return level
-
-
-@njit(nogil=True, cache=True)
-def range_word(least, largest, scale):
-    """Return the parameter of a range: bfloat16 center in the lower half, step in the upper."""
-    step = brain_bits(ONE)
-    center = np.int64(0)
-    if least <= largest:
-        found = brain_bits(HALF * least + HALF * largest)
-        if (found & 0x7FFF) and (found & 0x7F80) != 0x7F80:
-            center = found
-        found = brain_bits(scale * (largest - least))
-        if 0 < found < 0x7F80:
-            step = found
-    return step << 16 | center
-
-
-@njit(nogil=True, cache=True)
-def find_parameters(
-    x, tokens, dim, granularity, order, scale, inverse_dim, level_squares, sums, parameters
-):
-    """Write the parameters of a tile, uint32."""
-    if granularity == TOKEN_LEVEL:
-        parameters[:] = 0
-        for t in range(tokens):
-            values = x[t * dim : (t + 1) * dim]
-            level = level_of(values, inverse_dim, scale, level_squares, sums)
-            parameters[t >> 2] |= np.uint32(level << (8 * (t & 3)))
-        return
-    for n in range(parameters.shape[0]):
-        least, largest = INFINITY, -INFINITY
-        if granularity == BLOCK_RANGE:
-            first, stride, count = np.int64(0), 1, tokens * dim
-        elif granularity == CHANNEL_RANGE:
-            first, stride, count = np.int64(order[n]), dim, tokens
-        else:
-            first, stride, count = np.int64(n * dim), 1, dim
-        for k in range(count):
-            value = x[first + k * stride]
-            if abs(value) < INFINITY:
-                least = min(least, value)
-                largest = max(largest, value)
-        parameters[n] = range_word(least, largest, scale)
-
-
-@njit(nogil=True, cache=True)
-def spread_parameters(
-    parameters, granularity, fixed_steps, fixed_centers, level_steps, t, steps, centers
-):
-    """Write step and center of each position of token `t`; those of all tokens are written once."""
-    if granularity == CHANNEL:
-        if t == 0:
-            steps[:] = fixed_steps
-            centers[:] = fixed_centers
-    elif granularity == TOKEN_LEVEL:
-        level = (np.int64(parameters[t >> 2]) >> (8 * (t & 3))) & 255
-        steps[:] = level_steps[level]
-        centers[:] = ZERO
-    elif granularity == CHANNEL_RANGE:
-        if t == 0:
-            for p in range(steps.shape[0]):
-                word = np.int64(parameters[p])
-                steps[p] = float_of_brain(word >> 16)
-                centers[p] = float_of_brain(word & 0xFFFF)
-    elif granularity != BLOCK_RANGE or t == 0:
-        word = np.int64(parameters[0 if granularity == BLOCK_RANGE else t])
-        steps[:] = float_of_brain(word >> 16)
-        centers[:] = float_of_brain(word & 0xFFFF)
 
 
 @njit(nogil=True, cache=True)
@@ -320,14 +224,19 @@ def code_tile(
     units,
 ):
     """Write parameters, units and exceptions of a tile; return the numbers of the last two."""
-    load_values(row, kind, x)
-    find_parameters(
-        x, tokens, dim, granularity, order, scale, inverse_dim, level_squares, sums, parameters
-    )
+    if granularity == LOSSLESS:
+        split_values(row, kind, dim, order, codes, exceptional)
+        rounded = 0
+    else:
+        load_values(row, kind, x)
+        find_parameters(
+            x, tokens, dim, granularity, order, scale, inverse_dim, level_squares, sums, parameters
+        )
+        rounded = tokens
     for p in range(dim):
         reach = radius[block_class[p // TILE_BLOCK]]
         limits[p] = reach if reach else MAX_CODE
-    for t in range(tokens):
+    for t in range(rounded):
         spread_parameters(
             parameters, granularity, fixed_steps, fixed_centers, level_steps, t, steps, centers
         )
@@ -386,6 +295,7 @@ def encode_tiles(
     class_bits,
     table,
     parameter_words,
+    plane_words,
     row_words,
     lengths,
     bases,
@@ -462,7 +372,7 @@ def encode_tiles(
             units,
         )
         unit_words = (n_units + 1) >> 1
-        need = 1 + parameter_words + unit_words + exceptions * exception_words
+        need = 1 + parameter_words + unit_words + plane_words + exceptions * exception_words
         if measuring:
             lengths[r] = need if need < row_words else 0
             continue
@@ -477,6 +387,9 @@ def encode_tiles(
         for k in range(2 * unit_words):
             halves[2 * at + k] = units[k]
         at += unit_words
+        if plane_words:
+            write_plane(rows[r], tokens, dim, places, order[head], halves[2 * at :])
+            at += plane_words
         for k in range(n_values):
             if exceptional[k]:
                 if kind == FLOAT32:
@@ -512,6 +425,7 @@ def decode_tiles(
     lookup,
     code_bits,
     parameter_words,
+    plane_words,
     row_words,
     out,
     begin,
@@ -541,7 +455,8 @@ def decode_tiles(
         header = np.int64(words[first])
         n_units, exceptions = header & 0xFFFF, header >> 16
         streams = first + 1 + parameter_words
-        behind = streams + ((n_units + 1) >> 1)
+        plane = streams + ((n_units + 1) >> 1)
+        behind = plane + plane_words
         if behind + exceptions * exception_words > first + length:
             return r
         head = (rows[r] // rows_per_head) % heads
@@ -563,7 +478,9 @@ def decode_tiles(
             return r
         parameters = words[first + 1 : streams]
         fixed = head if granularity == CHANNEL else 0
-        for t in range(tokens):
+        if plane_words:
+            join_values(codes, tokens, dim, places, places_of, halves[2 * plane :], out[r])
+        for t in range(0 if plane_words else tokens):
             spread_parameters(
                 parameters,
                 granularity,

@@ -131,6 +131,7 @@ def decode_tiles(
         tables.lookup.numpy(),
         fmt.code_bits,
         fmt.parameter_words,
+        fmt.plane_words,
         fmt.row_bytes // 4,
         out.numpy().view(UNSIGNED[fmt.dtype.itemsize]),
     )
@@ -162,6 +163,7 @@ def _encode(
         tables.class_bits.numpy(),
         tables.codes.numpy(),
         fmt.parameter_words,
+        fmt.plane_words,
         fmt.row_bytes // 4,
         lengths,
         bases,
