@@ -32,6 +32,7 @@ pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no 
 CUDA = torch.device("cuda")
 K = TileFormat(64, 128, torch.bfloat16, Granularity.CHANNEL, False)
 V = TileFormat(64, 64, torch.float16, Granularity.TOKEN_LEVEL, True)
+LOSSLESS = TileFormat(64, 128, torch.bfloat16, Granularity.LOSSLESS, False, 8)
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_tiles_have_the_bytes_of_the_twin(kernels, fmt):
 
 @pytest.mark.parametrize("n", [1, 7, 300, 20_000])
 @pytest.mark.parametrize("on_host", [False, True], ids=["device", "page-locked"])
-@pytest.mark.parametrize("fmt", [K, V], ids=format_id)
+@pytest.mark.parametrize("fmt", [K, V, LOSSLESS], ids=format_id)
 def test_chosen_tiles_arrive(kernels, fmt, on_host, n):
     case = make_tiles(fmt, n_rows=300, heads=3)
     packed, tables = case.packed(), tables_on_gpu(case)
@@ -101,7 +102,7 @@ def test_chosen_tiles_arrive(kernels, fmt, on_host, n):
     bitslab.raise_pending_errors()
 
 
-@pytest.mark.parametrize("fmt", [K, V], ids=format_id)
+@pytest.mark.parametrize("fmt", [K, V, LOSSLESS], ids=format_id)
 def test_many_tiles_are_within_the_bound(kernels, fmt, n_bytes=9 << 28):
     """Far more than a launch has warps for, of more than 2 ** 31 bytes in all."""
     heads, n = 8, n_bytes // fmt.row_bytes

@@ -18,6 +18,8 @@ from bitslab.engine.kernels.format import (
     words_of_rows,
 )
 from bitslab.engine.kernels.tile_format import (
+    FIELD_AT,
+    FIELD_BIAS,
     MAX_SYMBOLS,
     ZERO_SYMBOL,
     Granularity,
@@ -28,6 +30,8 @@ from bitslab.engine.kernels.tile_format import (
 #: Radius and spread of the classes, whether each symbol within reach has a code, and the bits of
 #: the longest code: singles and pairs of short codes, and of others where the format has them.
 CLASSES = ((0, 6.0, False, 10), (3, 1.0, True, 10), (2, 0.4, False, 8), (0, 0.5, False, 7))
+#: The same of lossless tiles, whose codes are singles.
+LOSSLESS_CLASSES = ((0, 6.0, False, 10), (0, 2.0, True, 9), (0, 3.0, True, 8), (0, 1.0, False, 7))
 
 
 @dataclass(frozen=True)
@@ -59,8 +63,9 @@ def bases_and_words(lengths: torch.Tensor, row_words: int) -> tuple[torch.Tensor
 def make_plan(fmt: TileFormat, *, heads: int, rows_per_head: int, seed: int = 0) -> TilePlan:
     """Return a plan whose blocks have classes of pairs and of singles, in no order."""
     rng = np.random.default_rng([seed, fmt.tokens, fmt.dim, int(fmt.granularity)])
-    lengths = np.zeros((len(CLASSES), MAX_SYMBOLS), np.uint8)
-    for c, (radius, spread, whole, limit) in enumerate(CLASSES):
+    classes = LOSSLESS_CLASSES if fmt.lossless else CLASSES
+    lengths = np.zeros((len(classes), MAX_SYMBOLS), np.uint8)
+    for c, (radius, spread, whole, limit) in enumerate(classes):
         if radius:
             codes = np.arange(-radius, radius + 1)
             likely = np.exp(-0.5 * (codes / spread) ** 2)
@@ -69,6 +74,7 @@ def make_plan(fmt: TileFormat, *, heads: int, rows_per_head: int, seed: int = 0)
             codes = np.arange(256) - ZERO_SYMBOL
             counts = np.rint(1e5 * np.exp(-0.5 * (codes / spread) ** 2)).astype(np.int64)
         counts = counts + 1 if whole else counts
+        counts[0] *= bool(radius)  # singles have no code -128
         lengths[c, : len(counts)] = code_lengths(counts, min(limit, fmt.code_bits))
     shape = heads, fmt.dim
     fixed = fmt.granularity is Granularity.CHANNEL
@@ -80,8 +86,8 @@ def make_plan(fmt: TileFormat, *, heads: int, rows_per_head: int, seed: int = 0)
         rows_per_head=rows_per_head,
         scale=scale,
         order=np.stack([rng.permutation(fmt.dim) for _ in range(heads)]).astype(np.uint8),
-        block_class=rng.integers(0, len(CLASSES), (heads, fmt.blocks)).astype(np.uint8),
-        radius=np.array([radius for radius, *_ in CLASSES], np.uint8),
+        block_class=rng.integers(0, len(classes), (heads, fmt.blocks)).astype(np.uint8),
+        radius=np.array([radius for radius, *_ in classes], np.uint8),
         lengths=lengths,
         steps=rng.uniform(0.1, 2, shape).astype(np.float32) if fixed else none,
         centers=rng.normal(0, 3, shape).astype(np.float32) if fixed else none,
@@ -95,7 +101,8 @@ def make_tiles(
     plan = make_plan(fmt, heads=heads, rows_per_head=rows_per_head, seed=seed)
     rng = np.random.default_rng([seed, n_rows, fmt.dim])
     head = np.arange(n_rows) // rows_per_head % heads
-    spread = np.array([spread for _, spread, *_ in CLASSES])[plan.block_class].repeat(16, axis=1)
+    classes = LOSSLESS_CLASSES if fmt.lossless else CLASSES
+    spread = np.array([spread for _, spread, *_ in classes])[plan.block_class].repeat(16, axis=1)
     if plan.steps.size:
         width, center = plan.steps * spread, plan.centers
     else:
@@ -107,7 +114,13 @@ def make_tiles(
     values = by_channel[1][head][:, None] + by_channel[0][head][:, None] * noise
     if fmt.granularity is not Granularity.CHANNEL:
         values *= rng.uniform(0.01, 30, (n_rows, fmt.tokens, 1))
-    x = torch.from_numpy(values).to(fmt.dtype).flatten(1)
+    if fmt.lossless:  # codes of the same spread, and any other bits
+        fields = np.clip(np.rint(3 * by_channel[0][head][:, None] * noise) + FIELD_BIAS, 0, 247)
+        bits = fields.astype(np.int64) << FIELD_AT | rng.integers(0, 1 << FIELD_AT, noise.shape)
+        values = (bits | rng.integers(0, 2, noise.shape) << 15).astype(np.uint16).view(np.int16)
+        x = torch.from_numpy(values).view(fmt.dtype).flatten(1)
+    else:
+        x = torch.from_numpy(values).to(fmt.dtype).flatten(1)
     special = [float("nan"), float("inf"), -float("inf"), -0.0, 1e30, 1e-42, -1e-6, 6e4]
     for r in range(0, n_rows, 2):  # in every other row
         at = rng.choice(fmt.values, min(fmt.values // 32, 1 + r), replace=False)

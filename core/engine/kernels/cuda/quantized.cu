@@ -16,6 +16,7 @@
 #define BLOCK_RANGE 2
 #define CHANNEL_RANGE 3
 #define TOKEN_RANGE 4
+#define LOSSLESS 5
 #define BY_CHANNEL (GRANULARITY == CHANNEL || GRANULARITY == CHANNEL_RANGE)
 #define BY_TOKEN (GRANULARITY == TOKEN_LEVEL || GRANULARITY == TOKEN_RANGE)
 #define SPAN (BY_CHANNEL ? DIM : BY_TOKEN ? TOKENS : 1)  // steps of a tile
@@ -28,6 +29,11 @@
 #define PIECES (DIM / VECTOR)             // of 16 bytes, of a token
 #define ROW_PIECES (TOKENS * PIECES)      // a multiple of 32
 #define SAME_CHANNELS (32 % PIECES == 0)  // whether all pieces of a lane have the same channels
+
+// Of lossless tiles the decoder has a second stage, of the bytes that are not coded.
+#define PLANE_WORDS (GRANULARITY == LOSSLESS ? VALUES / 4 : 0)
+#define STAGE_BYTES (TOKENS * STRIDE)
+#define DECODE_STAGES (GRANULARITY == LOSSLESS ? 2 : 1)
 
 #define CODE_FIELD 10  // bits of a code in the encoders' tables; above, how many of them it has
 
@@ -131,7 +137,7 @@ struct Encoder {
     }
     u8* mine = (u8*)(codes + classes * MAX_SYMBOLS) + (threadIdx.x >> 5) * warp_bytes;
     stage = mine;
-    scales.steps = (float*)(mine + TOKENS * STRIDE);
+    scales.steps = (float*)(mine + STAGE_BYTES);
     scales.centers = scales.steps + SPAN;
     scales.inverses = scales.centers + SPAN;
     scales.limits = scales.inverses + SPAN;
@@ -140,10 +146,14 @@ struct Encoder {
   }
 };
 
-// Quantise a tile into the warp's stage; return this lane's exceptions.
+// Bring the codes of a tile into the warp's stage; return this lane's exceptions.
 __device__ __forceinline__ int stage_tile(const Tables& t, int head, const Encoder& e, const value_t* row, int lane) {
+#if GRANULARITY == LOSSLESS
+  return stage_fields(row, e.stage, lane);
+#else
   find_scales(t, head, row, e.scales, e.parameters, lane);
   return quantise(row, e.scales, e.stage, lane);
+#endif
 }
 
 // The words that a tile in the stage takes. This lane's exceptions then are also those of symbols without a code,
@@ -152,11 +162,11 @@ __device__ __forceinline__ int words_of_tile(const Tables& t, int head, const En
   Counter counter;
   write_symbols(t, head, e.codes, e.stage, lane, counter, exceptions);
   const int units = __reduce_add_sync(FULL, counter.units);
-  return 1 + PARAMETER_WORDS + ((units + 1) >> 1) + __reduce_add_sync(FULL, exceptions) * EXCEPTION_WORDS;
+  return 1 + PARAMETER_WORDS + ((units + 1) >> 1) + PLANE_WORDS + __reduce_add_sync(FULL, exceptions) * EXCEPTION_WORDS;
 }
 
 // Code the tile in the stage at `to`; return its words. What is written takes slot_words of TileKernels at the
-// most: where the words are as many as the raw ones, exceptions are left out.
+// most: where the words are as many as the raw ones, plane and exceptions are left out.
 __device__ __forceinline__ int write_tile(const Tables& t, int head, const Encoder& e, const value_t* row, u32* to,
                                           int lane, int exceptions) {
   for (int k = lane; k < PARAMETER_WORDS; k += 32) to[1 + k] = e.parameters[k];
@@ -172,10 +182,13 @@ __device__ __forceinline__ int write_tile(const Tables& t, int head, const Encod
     if (writer.next & 1) writer.units[writer.next] = 0;
   }
   __syncwarp();
-  const int before = (writer.next + 1) >> 1;
+  const int before = ((writer.next + 1) >> 1) + PLANE_WORDS;
   const int words = 1 + PARAMETER_WORDS + before + exceptions * EXCEPTION_WORDS;
   if (exceptions && words < ROW_WORDS) write_exceptions(row, e.stage, streams + before, lane);
   __syncwarp();
+#if GRANULARITY == LOSSLESS
+  if (words < ROW_WORDS) write_plane(t, head, row, e.stage, streams + before - PLANE_WORDS, lane);
+#endif
   return words;
 }
 
@@ -326,7 +339,7 @@ extern "C" __global__ void __launch_bounds__(32 * DECODE_WARPS, 1)
   ring.at = RING_BYTES * warp;
   u8* stage = (u8*)(lookup + (classes << LOOKUP_BITS)) + warp * warp_bytes;
   Scales scales;
-  scales.steps = (float*)(stage + TOKENS * STRIDE);
+  scales.steps = (float*)(stage + DECODE_STAGES * STAGE_BYTES);
   scales.centers = scales.steps + SPAN;
   const i64 warps = ((i64)gridDim.x * blockDim.x) >> 5;
   i64 position = ((i64)blockIdx.x * blockDim.x + threadIdx.x) >> 5;
@@ -348,10 +361,13 @@ extern "C" __global__ void __launch_bounds__(32 * DECODE_WARPS, 1)
       const u32 header = ring.word(first);
       const int units = (int)(header & 0xffff);
       count = (int)(header >> 16);
-      const int streams = 1 + PARAMETER_WORDS + ((units + 1) >> 1);
-      sound = streams + count * EXCEPTION_WORDS <= w.length;
+      const int before = 1 + PARAMETER_WORDS + ((units + 1) >> 1) + PLANE_WORDS;
+      sound = before + count * EXCEPTION_WORDS <= w.length;
       if (sound) {
-        exceptions = words + w.at + streams;
+        exceptions = words + w.at + before;
+#if GRANULARITY == LOSSLESS
+        read_plane(t, head, exceptions - PLANE_WORDS, stage + STAGE_BYTES, lane);
+#endif
         read_scales(t, head, scales, ring, first + 4, lane);
         sound = read_codes(t, head, lookup, ring, first + 4 + 4 * PARAMETER_WORDS, units, stage, lane) &&
                 sound_exceptions(exceptions, count, lane);
@@ -365,7 +381,11 @@ extern "C" __global__ void __launch_bounds__(32 * DECODE_WARPS, 1)
     if (w.length == 0) {
       for (int j = lane; j < ROW_WORDS; j += 32) ((u32*)to)[j] = words[w.at + j];
     } else if (sound) {
+#if GRANULARITY == LOSSLESS
+      write_joined(stage, to, lane);
+#else
       write_values(scales, stage, to, lane);
+#endif
       if (count) {
         __syncwarp();
         for (int e = lane; e < count; e += 32)

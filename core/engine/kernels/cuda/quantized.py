@@ -34,6 +34,7 @@ from .runner import Launch, Runner, do_nothing
 from .source import (
     MAX_ENCODE_WARPS,
     MOVE_WARPS,
+    decode_stage_bytes,
     max_decode_warps,
     quantized_variant,
     tile_stride,
@@ -496,12 +497,13 @@ def _warp_bytes(fmt: TileFormat, decodes: bool) -> int:
     if granularity in (Granularity.CHANNEL, Granularity.CHANNEL_RANGE):
         span = fmt.dim
     else:
-        span = 1 if granularity is Granularity.BLOCK_RANGE else fmt.tokens
-    stage = fmt.tokens * tile_stride(fmt.dim)
+        by_tile = granularity in (Granularity.BLOCK_RANGE, Granularity.LOSSLESS)
+        span = 1 if by_tile else fmt.tokens
     if decodes:
         floats = span if granularity is Granularity.TOKEN_LEVEL else 2 * span
-        total = stage + 4 * floats
+        total = decode_stage_bytes(fmt) + 4 * floats
     else:
+        stage = fmt.tokens * tile_stride(fmt.dim)
         total = stage + 4 * (3 * span + fmt.dim + fmt.parameter_words)
     return ceil_div(total, 16) * 16
 

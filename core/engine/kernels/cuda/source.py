@@ -64,6 +64,8 @@ from ..kept_format import (
 from ..packed_products import LinearShape
 from ..rewriting import DONE, FREE, FREED, LAUNCHES, REWRITTEN, TAKEN, USED
 from ..tile_format import (
+    FIELD_AT,
+    FIELD_BIAS,
     LEVELS,
     MAX_CODE,
     MAX_SYMBOLS,
@@ -220,6 +222,8 @@ TILE_DEFINES: dict[str, int | str] = {
     "MOVE_WARPS": MOVE_WARPS,
     "PAD_WORDS": PAD_WORDS,
     "ENCODE_WARPS": MAX_ENCODE_WARPS,
+    "FIELD_AT": FIELD_AT,
+    "FIELD_BIAS": FIELD_BIAS,
     "MAX_CODE": MAX_CODE,
     "MAX_SYMBOLS": MAX_SYMBOLS,
     "SHORT_BITS": SHORT_BITS,
@@ -477,12 +481,17 @@ def tile_stride(dim: int) -> int:
     return dim + 16 if even and dim & (dim - 1) else dim
 
 
+def decode_stage_bytes(fmt: TileFormat) -> int:
+    """Return the shared memory that the decoder has for the values of a tile."""
+    return fmt.tokens * tile_stride(fmt.dim) * (2 if fmt.lossless else 1)
+
+
 def max_decode_warps(fmt: TileFormat) -> int:
     """Return the most warps of a block of the decoder: more have fewer registers each.
 
     Of large tiles, shared memory has no room for more.
     """
-    stage = fmt.tokens * tile_stride(fmt.dim)
+    stage = decode_stage_bytes(fmt)
     return 24 if stage <= 7 << 10 else 20 if stage <= 8 << 10 else 16
 
 

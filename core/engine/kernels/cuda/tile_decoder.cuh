@@ -54,7 +54,7 @@ __device__ __forceinline__ void read_scales(const Tables& t, int head, const Sca
     s.steps[channel] = __ldg(t.steps + head * DIM + p);
     s.centers[channel] = __ldg(t.centers + head * DIM + p);
   }
-#else
+#elif GRANULARITY != LOSSLESS
 #pragma unroll 1
   for (int first = 0; first < PARAMETER_WORDS; first += 32) {
     ring.advance(byte + 4 * first, lane);
@@ -119,6 +119,40 @@ __device__ __forceinline__ bool read_codes(const Tables& t, int head, const u32*
   __syncwarp();
   return __all_sync(FULL, reader.least != 0) && reader.next == byte + 2 * units;
 }
+
+#if GRANULARITY == LOSSLESS
+// Read the plane of a tile to a stage.
+__device__ __forceinline__ void read_plane(const Tables& t, int head, const u32* plane, u8* stage, int lane) {
+#pragma unroll 1
+  for (int b = 0; b < BLOCKS; ++b) {
+    const Places places(t.order + head * DIM, b, lane);
+    u8* group = stage;
+#pragma unroll 4
+    for (int j = 0; j < TOKENS / 16; ++j, group += 16 * STRIDE, plane += 64) {
+      const u32 words[2] = {plane[lane], plane[32 + lane]};
+#pragma unroll
+      for (int k = 0; k < 8; ++k) group[places.of(k >> 1, k & 1)] = (u8)(words[k >> 2] >> (8 * (k & 3)));
+    }
+  }
+}
+
+// Two values of codes + 128 in bytes 2 k and 2 k + 1 of a word and what the plane has of them in those of another.
+__device__ __forceinline__ u32 join_two(u32 codes, u32 low, int k) {
+  const u32 fields = __byte_perm(codes, 0, k ? 0x4342 : 0x4140) - (ZERO_SYMBOL - FIELD_BIAS) * 0x10001u;
+  return fields << FIELD_AT | (__byte_perm(low, 0, k ? 0x3322 : 0x1100) & 0x807f807fu);
+}
+
+// Write the values of both stages.
+__device__ __forceinline__ void write_joined(const u8* stage, uint4* out, int lane) {
+#pragma unroll 2
+  for (int piece = lane; piece < ROW_PIECES; piece += 32) {
+    const u8* from = stage + stage_at(piece / PIECES, piece % PIECES * VECTOR);
+    const uint2 codes = *(const uint2*)from, low = *(const uint2*)(from + STAGE_BYTES);
+    out[piece] = make_uint4(join_two(codes.x, low.x, 0), join_two(codes.x, low.x, 1), join_two(codes.y, low.y, 0),
+                            join_two(codes.y, low.y, 1));
+  }
+}
+#endif
 
 // Byte k of four as a float: the code. The bits of 2 ** 23 + byte, less that and ZERO_SYMBOL.
 __device__ __forceinline__ float code_of(u32 bytes, int k) {

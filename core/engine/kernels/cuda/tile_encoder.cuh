@@ -261,6 +261,63 @@ __device__ __forceinline__ int quantise(const value_t* row, const Scales& s, u8*
   return exceptions;
 }
 
+#if GRANULARITY == LOSSLESS
+#define LEAST_INFINITE (KIND == 1 ? 248 : 255)  // field of values that are not finite, and those above
+
+// The lowest bytes of the halves of two words.
+__device__ __forceinline__ u32 four_bytes(u32 first, u32 second) { return __byte_perm(first, second, 0x6420); }
+
+// Write the codes of a tile to the stage, code + 128 or 0; return how many of this lane's are exceptions.
+__device__ __forceinline__ int stage_fields(const value_t* row, u8* stage, int lane) {
+  int exceptions = 0;
+#pragma unroll 4
+  for (int piece = lane; piece < ROW_PIECES; piece += 32) {
+    const uint4 x = __ldg((const uint4*)row + piece);
+    u32 words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      const u32 fields = words[k] >> FIELD_AT & 0x00ff00ff;
+      const bool first = (fields & 255) < LEAST_INFINITE, second = fields >> 16 < LEAST_INFINITE;
+      exceptions += !first + !second;
+      words[k] = fields + (ZERO_SYMBOL - FIELD_BIAS) * 0x10001u;
+      words[k] &= (first ? 0xffu : 0) | (second ? 0xff0000u : 0);
+    }
+    *(uint2*)(stage + stage_at(piece / PIECES, piece % PIECES * VECTOR)) =
+        make_uint2(four_bytes(words[0], words[1]), four_bytes(words[2], words[3]));
+  }
+  __syncwarp();
+  return exceptions;
+}
+
+// Write the plane of a tile, by way of the stage, whose codes are not needed any more.
+__device__ __forceinline__ void write_plane(const Tables& t, int head, const value_t* row, u8* stage, u32* to, int lane) {
+#pragma unroll 4
+  for (int piece = lane; piece < ROW_PIECES; piece += 32) {
+    const uint4 x = __ldg((const uint4*)row + piece);
+    u32 words[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+    for (int k = 0; k < 4; ++k) words[k] = (words[k] & 0x007f007f) | (words[k] >> 8 & 0x00800080);
+    *(uint2*)(stage + stage_at(piece / PIECES, piece % PIECES * VECTOR)) =
+        make_uint2(four_bytes(words[0], words[1]), four_bytes(words[2], words[3]));
+  }
+  __syncwarp();
+#pragma unroll 1
+  for (int b = 0; b < BLOCKS; ++b) {
+    const Places places(t.order + head * DIM, b, lane);
+    const u8* group = stage;
+#pragma unroll 2
+    for (int j = 0; j < TOKENS / 16; ++j, group += 16 * STRIDE, to += 64) {
+      u32 words[2] = {0, 0};
+#pragma unroll
+      for (int k = 0; k < 8; ++k) words[k >> 2] |= (u32)group[places.of(k >> 1, k & 1)] << (8 * (k & 3));
+      to[lane] = words[0];
+      to[32 + lane] = words[1];
+    }
+  }
+  __syncwarp();
+}
+#endif
+
 // Counts a lane's units.
 struct Counter {
   int left = 0, units = 0;
