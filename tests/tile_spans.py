@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from bitslab.engine.codecs.quantized.fit import fit_tiles
+from bitslab.engine.codecs.quantized import fit_lossless, fit_tiles
 from bitslab.engine.kernels.cpu.tiles import encode_tiles, measure_tiles
 from bitslab.engine.kernels.format import TableStorage, bases_of_rows, words_of_rows
 from bitslab.engine.kernels.spans import Span
@@ -42,23 +42,30 @@ def span_of(
     v_scale: float = 0.7,
     coder: str = "huffman",
     code_bits: int = 10,
+    lossless: bool = False,
 ) -> Span:
-    """Return the span of keys and values ``[B, Hkv, T, D]``."""
+    """Return the span of keys and values ``[B, Hkv, T, D]``, quantised or `lossless`."""
     batch, heads, length, _ = keys.shape
     parts: list[tuple[TableStorage, TileTables]] = []
     for x, granularity, pairs, scale in (
         (keys, Granularity.CHANNEL, False, k_scale),
         (values, Granularity.TOKEN_LEVEL, True, v_scale),
     ):
-        plan = fit_tiles(
-            torch.nn.functional.pad(x, (0, 0, 0, -length % tile_tokens)),
-            tile_tokens=tile_tokens,
-            granularity=granularity,
-            token_pairs=pairs,
-            scale=scale,
-            coder=coder,
-            code_bits=code_bits,
-        )
+        whole = torch.nn.functional.pad(x, (0, 0, 0, -length % tile_tokens))
+        if lossless:
+            plan = fit_lossless(
+                whole, tile_tokens=tile_tokens, token_pairs=pairs, code_bits=code_bits
+            )
+        else:
+            plan = fit_tiles(
+                whole,
+                tile_tokens=tile_tokens,
+                granularity=granularity,
+                token_pairs=pairs,
+                scale=scale,
+                coder=coder,
+                code_bits=code_bits,
+            )
         tables = plan.tables()
         parts.append((stored(tiles_of(x, tile_tokens), tables), tables))
     tiles = -(-length // tile_tokens)

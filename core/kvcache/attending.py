@@ -414,6 +414,8 @@ def _spanned(keys: _Side, values: _Side, begin: int) -> bool:
     (k_begin, k), (v_begin, v) = keys.at(begin), values.at(begin)
     if k is None or v is None or not (_key_tiles(k) and _value_tiles(v)):
         return False
+    if (_granularity(k) is Granularity.LOSSLESS) != (_granularity(v) is Granularity.LOSSLESS):
+        return False
     each = k.rows.tokens_per_row
     return v.rows.tokens_per_row == each and not (
         (begin - k_begin) % each or (begin - v_begin) % each
@@ -436,11 +438,11 @@ def _span(keys: _Side, values: _Side, words: Sequence[torch.Tensor], begin: int,
 
 
 def _key_tiles(segment: Segment) -> bool:
-    return _granularity(segment) is Granularity.CHANNEL
+    return _granularity(segment) in (Granularity.CHANNEL, Granularity.LOSSLESS)
 
 
 def _value_tiles(segment: Segment) -> bool:
-    return _granularity(segment) is Granularity.TOKEN_LEVEL
+    return _granularity(segment) in (Granularity.TOKEN_LEVEL, Granularity.LOSSLESS)
 
 
 def _granularity(segment: Segment) -> Granularity | None:

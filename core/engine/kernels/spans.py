@@ -30,8 +30,8 @@ class Span:
     k, v : TableStorage
         Compact tables whose rows are tiles.
     k_tables, v_tables : TileTables
-        Of granularity CHANNEL (K, no pairs of tokens) and TOKEN_LEVEL (V, pairs of tokens), on the
-        device that attends; of Hkv heads or of one.
+        Of granularity CHANNEL (K, no pairs of tokens) and TOKEN_LEVEL (V, pairs of tokens), or both
+        LOSSLESS, on the device that attends; of Hkv heads or of one.
     k_ids, v_ids : torch.Tensor
         int32 ``[B * Hkv * tiles]`` there: the row of each tile, by batch, head and tile.
     first_token : int
@@ -142,7 +142,10 @@ def _heads(query: torch.Tensor, spans: Sequence[Span], raw: Sequence[RawRun]) ->
 
 
 def _check_span(span: Span, query: torch.Tensor, heads: int) -> None:
-    wanted = (Granularity.CHANNEL, False), (Granularity.TOKEN_LEVEL, True)
+    if span.k_tables.format.lossless:
+        wanted = (Granularity.LOSSLESS, False), (Granularity.LOSSLESS, True)
+    else:
+        wanted = (Granularity.CHANNEL, False), (Granularity.TOKEN_LEVEL, True)
     tiles = query.shape[0] * heads * span.tiles
     for name, table, tables, ids, (granularity, pairs) in (
         ("k", span.k, span.k_tables, span.k_ids, wanted[0]),

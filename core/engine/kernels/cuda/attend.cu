@@ -1,6 +1,6 @@
 // Attention of a few queries over coded tiles (see tile_format.py), which are decoded in registers on
 // the way from shared memory to the matrix instruction. K's tiles have steps of channels, V's steps of
-// tokens by levels.
+// tokens by levels; or both are LOSSLESS: then operands are the values themselves, all steps 1, centers 0.
 //
 // A block serves one K/V head of one sequence and a share of its tokens. A warp takes tiles of
 // 16 * GROUPS tokens, K then V, or 16 tokens that are not coded, and keeps for each query row r (query
@@ -23,7 +23,7 @@
 // take its four issue slots 0.46 to 0.64 us, 9.4 to 6.8 TB/s; look-ups that meet in a bank three times, and
 // units, take its shared memory 0.66 us, 6.6 TB/s; two POPC for each ask of long codes 0.58 us, 7.4 TB/s.
 //
-// GROUPS, NT, SETS and VALUE_KIND (0 bfloat16, 1 float16, 2 float32) come from the host.
+// GROUPS, NT, SETS, LOSSLESS and VALUE_KIND (0 bfloat16, 1 float16, 2 float32) come from the host.
 #include "bits.cuh"
 #include "async_copy.cuh"
 #include "mailbox.cuh"
@@ -96,6 +96,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
   const int split = blockIdx.x % splits, pair = blockIdx.x / splits, pairs = gridDim.x / splits;
   const int batch = pair / heads, head = pair - batch * heads;
   const int rows = group * n, blocks = dim >> 4;
+  const int level_words = LOSSLESS ? 0 : TOKENS / 4, plane_words = LOSSLESS ? TOKENS * dim / 4 : 0;
 
   char* at = shared + v_table + 4 * v_entries;
   int4* k_about = (int4*)take_shared(at, 16 * blocks);
@@ -132,8 +133,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
       const bool coded = tiles && p < dim;
       x[i] = r < rows && p < dim ? value_at(query, from + p) : 0;
       channel[i] = coded ? __ldg(k_order + there) : p;
-      step[i] = coded ? __ldg(k_steps + there) : 0;
-      center[i] = coded ? __ldg(k_centers + there) : 0;
+      step[i] = LOSSLESS ? 1 : coded ? __ldg(k_steps + there) : 0;
+      center[i] = !LOSSLESS && coded ? __ldg(k_centers + there) : 0;
     }
 #pragma unroll
     for (int i = 0; i < MAX_DIM / 32; ++i)
@@ -152,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     largest = largest_of_warp(largest);
     sum = sum_of_warp(sum);
     int exponent = 140 - (__float_as_int(largest) >> 23);  // brings the largest to 2^13
-    exponent = largest == 0 ? 0 : max(-120, min(120, exponent));
+    exponent = largest == 0 || BRAIN_OPERANDS ? 0 : max(-120, min(120, exponent));
     const float scale = __int_as_float((127 + exponent) << 23);
     if (lane == 0) of_rows[r] = make_float2(__int_as_float((127 - exponent) << 23), sum);
 #if IN_TWO_HALVES
@@ -165,11 +166,11 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
       const int p = 32 * i + lane, k = p & 15;
       if (!tiles || p >= dim) continue;
       const float y = x[i] * scale;
-      const u16 high = float_to_half(y);
+      const u16 high = operand_of(y);
       u16* to = operands + ((((p >> 4) * SETS + set) * 32 + 4 * column + (k & 7) / 2) * 4) + k / 8 * 2 + (k & 1);
       to[0] = high;
 #if IN_TWO_HALVES
-      to[16] = float_to_half((y - half_to_float(high)) * 2048);  // four lanes further
+      to[16] = operand_of((y - value_of_operand(high)) * 2048);  // four lanes further
 #endif
     }
   }
@@ -198,8 +199,9 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     sums.sum[i] = 0;
   }
   const Coder k_coder = {shared, 0, k_about}, v_coder = {shared, v_table, v_about};
-  const Source sources[2] = {{k_words, k_n_words, k_bases, k_lengths, k_length_bytes, k_n_rows, k_ids, 0},
-                             {v_words, v_n_words, v_bases, v_lengths, v_length_bytes, v_n_rows, v_ids, TOKENS / 4}};
+  const Source sources[2] = {{k_words, k_n_words, k_bases, k_lengths, k_length_bytes, k_n_rows, k_ids, plane_words},
+                             {v_words, v_n_words, v_bases, v_lengths, v_length_bytes, v_n_rows, v_ids,
+                              level_words + plane_words}};
   const int a_parts = (a_tokens + 15) / 16, b_parts = (b_tokens + 15) / 16;
   const int takers = stages ? stages : warps;
   if (warp >= takers) {
@@ -211,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
       find_tiles(sources, (i64)pair * tiles + item, dim, found, mailbox);
       if (found[1].words && found[1].length) {
         StageTaker taker((uint2*)(staged + TOKENS * dim * place), v_about);
-        const bool damaged = decode_tile(found[1], v_coder, blocks, TOKENS / 4, ring, taker);
+        const bool damaged = decode_tile(found[1], v_coder, blocks, level_words, ring, taker);
         __threadfence_block();
         __syncwarp();
         if (lane == 0) ready[place] = 1 + damaged;
@@ -254,7 +256,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     float s[GROUPS][2][NT];
     if (k_tile.length) {
       KeyTaker taker((const uint2*)operands);
-      if (decode_tile(k_tile, k_coder, blocks, 0, ring, taker)) {
+      Joined<KeyTaker> joined(taker, k_tile, 0, blocks);
+      if (decode_tile(k_tile, k_coder, blocks, 0, ring, joined)) {
         if (lane == 0) report(mailbox, ERROR_DAMAGED, k_ids[number], 0, 0);
         continue;
       }
@@ -267,7 +270,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
           for (int h = 0; h < 2; ++h)
             s[j][h][i] = sum_of_row(taker.sum[j], i, h) * row.x + row.y;
       }
-      const u32* exception = k_tile.words + 1 + (k_tile.units + 1) / 2;
+      const u32* exception = k_tile.words + 1 + (k_tile.units + 1) / 2 + plane_words;
       u32 least = 0;
       for (u32 e = 0; e < k_tile.exceptions; ++e, exception += EXCEPTION_WORDS) {
         const u32 word = __ldg(exception);
@@ -279,7 +282,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
           break;
         }
         least = place + 1;
-        const float more = x - centers[channel];
+        const float more = x - (LOSSLESS ? as_coded(word >> 16) : centers[channel]);
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j)
 #pragma unroll
@@ -303,7 +306,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     for (int j = 0; j < GROUPS; ++j)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int level = v_tile.length ? __ldg((const u8*)(v_tile.words + 1) + 16 * j + 8 * h + g) : LEVEL_ZERO;
+        const int level = !LOSSLESS && v_tile.length ? __ldg((const u8*)(v_tile.words + 1) + 16 * j + 8 * h + g) : LEVEL_ZERO;
         step[j][h] = 0.125f * (level - LEVEL_ZERO);
       }
     to_weights(s, step, sums, decay);
@@ -337,31 +340,33 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
 #if IN_TWO_HALVES
-          const u16 high = float_to_half(s[j][h][i]);
-          const u16 next = float_to_half((s[j][h][i] - half_to_float(high)) * 2048);
+          const u16 high = operand_of(s[j][h][i]);
+          const u16 next = operand_of((s[j][h][i] - value_of_operand(high)) * 2048);
 #else
-          const u16 high = float_to_half(s[j][h][2 * i]), next = float_to_half(s[j][h][2 * i + 1]);
+          const u16 high = operand_of(s[j][h][2 * i]), next = operand_of(s[j][h][2 * i + 1]);
 #endif
           weights[j][i][h] = transposed_halves(high | (u32)next << 16);
         }
     ValueTaker taker(my_out, decay, weights);
+    Joined<ValueTaker> joined(taker, v_tile, level_words, blocks);
     bool damaged;
     if (stages) {
       while (!ready[warp]) __nanosleep(50);
       damaged = ready[warp] == 2;
       __threadfence_block();
       __syncwarp();
-      take_staged((const uint2*)(staged + TOKENS * dim * warp), v_about, blocks, taker);
+      take_staged((const uint2*)(staged + TOKENS * dim * warp), v_about, blocks, joined);
     } else {
-      damaged = decode_tile(v_tile, v_coder, blocks, TOKENS / 4, ring, taker);
+      damaged = decode_tile(v_tile, v_coder, blocks, level_words, ring, joined);
     }
     if (damaged && lane == 0) report(mailbox, ERROR_DAMAGED, v_ids[number], 0, 0);
-    const u32* exception = v_tile.words + 1 + TOKENS / 4 + (v_tile.units + 1) / 2;
+    const u32* exception = v_tile.words + 1 + level_words + (v_tile.units + 1) / 2 + plane_words;
     u32 least = 0;
     for (u32 e = 0; e < v_tile.exceptions; ++e, exception += EXCEPTION_WORDS) {
       const u32 word = __ldg(exception);
       const u32 place = EXCEPTION_WORDS == 2 ? word : word & 0xffff;
-      const float x = value_of_bits(EXCEPTION_WORDS == 2 ? __ldg(exception + EXCEPTION_WORDS - 1) : word >> 16);
+      float x = value_of_bits(EXCEPTION_WORDS == 2 ? __ldg(exception + EXCEPTION_WORDS - 1) : word >> 16);
+      if (LOSSLESS) x -= as_coded(word >> 16);
       const u32 token = place / dim, channel = place - token * dim;
       if (token >= TOKENS || place < least) {
         if (lane == 0) report(mailbox, ERROR_DAMAGED, v_ids[number], 0, 0);
@@ -370,7 +375,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
       least = place + 1;
       const int p = positions[channel];
       // The weights of the token, as the products had them, without its step.
-      const int level = __ldg((const u8*)(v_tile.words + 1) + token);
+      const int level = LOSSLESS ? LEVEL_ZERO : __ldg((const u8*)(v_tile.words + 1) + token);
       const float without = exp2f(0.125f * (LEVEL_ZERO - level) - WEIGHT_SHIFT);
 #pragma unroll
       for (int m = 0; m < SETS; ++m) {
@@ -382,8 +387,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
             if (token >> 3 == 2 * j + h) pair_of = weights[j][m][h];
         const u32 high = __shfl_sync(FULL, pair_of, 8 * t + (token >> 1 & 3));
         const u32 next = __shfl_sync(FULL, pair_of, 8 * t + 4 + (token >> 1 & 3));
-        const float first = half_to_float((u16)(token & 1 ? high >> 16 : high));
-        const float second = half_to_float((u16)(token & 1 ? next >> 16 : next));
+        const float first = value_of_operand((u16)(token & 1 ? high >> 16 : high));
+        const float second = value_of_operand((u16)(token & 1 ? next >> 16 : next));
 #if IN_TWO_HALVES
         const float weight[1] = {(first + second * (1.0f / 2048)) * without};
 #else

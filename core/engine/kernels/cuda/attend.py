@@ -261,7 +261,12 @@ class AttendKernels:
             row_groups = ceil_div(group * tokens, 4)
             row_groups = 4 if row_groups > 2 else row_groups
             variants = [
-                attend_variant(span.k_tables.format.tokens // TILE_BLOCK, row_groups, query.dtype)
+                attend_variant(
+                    span.k_tables.format.tokens // TILE_BLOCK,
+                    row_groups,
+                    query.dtype,
+                    lossless=span.k_tables.format.lossless,
+                )
                 for span in spans
             ] or [attend_variant(4, row_groups, query.dtype)]
             cut = partial(self._cut, query.shape[0] * heads, dim, sm_budget)

@@ -11,6 +11,71 @@
 #define WEIGHT_SHIFT 15.0f  // weights are halves of at most 2^15
 #define NO_WEIGHT (-__int_as_float(0x7f800000))
 
+// Operands are halves: codes, or values of lossless tiles; of bfloat16 values they are such.
+#define BRAIN_OPERANDS (LOSSLESS && VALUE_KIND == 0)
+
+__device__ __forceinline__ u16 operand_of(float x) { return BRAIN_OPERANDS ? bits_of_value(x) : float_to_half(x); }
+__device__ __forceinline__ float value_of_operand(u16 x) { return BRAIN_OPERANDS ? value_of_bits(x) : half_to_float(x); }
+__device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+#if BRAIN_OPERANDS
+  multiply_bfloats(c, a, b);
+#else
+  multiply_halves(c, a, b);
+#endif
+}
+
+// What an exception of a lossless tile counts as among its operands: code 0, and its byte of the plane.
+__device__ __forceinline__ float as_coded(u32 bits) { return value_of_bits((bits & 0x807f) | FIELD_BIAS << FIELD_AT); }
+
+#if LOSSLESS
+// Hands operands of a lossless tile to a taker: the bits that are coded, and those of the plane behind the units,
+// which are asked for a block ahead.
+template <class Taker> struct Joined {
+  Taker& taker;
+  const u32* next;  // the lane's first word of the next block
+  int left;         // blocks from that one on
+  u32 low[GROUPS][2];
+
+  __device__ __forceinline__ Joined(Taker& taker, const Tile& tile, int parameter_words, int blocks)
+      : taker(taker),
+        next(tile.words + 1 + parameter_words + (tile.units + 1) / 2 + (threadIdx.x & 31)),
+        left(blocks) {
+#pragma unroll
+    for (int j = 0; j < GROUPS; ++j) load(j);
+    pass();
+  }
+  __device__ __forceinline__ void load(int j) {
+    low[j][0] = __ldg(next + 64 * j);
+    low[j][1] = __ldg(next + 64 * j + 32);
+  }
+  __device__ __forceinline__ void pass() {
+    next += 64 * GROUPS;
+    --left;
+  }
+  __device__ __forceinline__ void begin(int b) { taker.begin(b); }
+  __device__ __forceinline__ void take(int j, const u32 (&a)[4]) {
+    u32 x[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = a[i] | (__byte_perm(low[j][i >> 1], 0, i & 1 ? 0x3322 : 0x1100) & 0x807f807fu);
+    taker.take(j, x);
+    if (left > 0) load(j);
+  }
+  __device__ __forceinline__ void finish(int b) {
+    taker.finish(b);
+    pass();
+  }
+};
+#else
+// Hands operands to a taker.
+template <class Taker> struct Joined {
+  Taker& taker;
+  __device__ __forceinline__ Joined(Taker& taker, const Tile&, int, int) : taker(taker) {}
+  __device__ __forceinline__ void begin(int b) { taker.begin(b); }
+  __device__ __forceinline__ void take(int j, const u32 (&a)[4]) { taker.take(j, a); }
+  __device__ __forceinline__ void finish(int b) { taker.finish(b); }
+};
+#endif
+
 // The sum of row 4 i + t, of a set's sums of one row of the left operand.
 __device__ __forceinline__ float sum_of_row(const float (&sums)[SETS][4], int i, int h) {
 #if IN_TWO_HALVES
@@ -43,7 +108,7 @@ struct KeyTaker {
   }
   __device__ __forceinline__ void take(int j, const u32 (&a)[4]) {
 #pragma unroll
-    for (int n = 0; n < SETS; ++n) multiply_halves(sum[j][n], a, q[n]);
+    for (int n = 0; n < SETS; ++n) multiply(sum[j][n], a, q[n]);
   }
   __device__ __forceinline__ void finish(int) {}
 };
@@ -64,7 +129,7 @@ struct ValueTaker {
   }
   __device__ __forceinline__ void take(int j, const u32 (&a)[4]) {
 #pragma unroll
-    for (int n = 0; n < SETS; ++n) multiply_halves(sum[n], a, weights[j][n]);
+    for (int n = 0; n < SETS; ++n) multiply(sum[n], a, weights[j][n]);
   }
   __device__ __forceinline__ void finish(int b) {
     const float scale = 1.0f / (1 << 15);
@@ -85,7 +150,7 @@ struct ValueTaker {
 
 // Codes of a tile of V that one warp decodes and another multiplies: two bytes for a pair of them,
 // [blocks][GROUPS][32]. The bytes are the upper ones of halves where a class has its codes whole in
-// them, else the codes + 128.
+// them, else the codes + 128. Of lossless tiles they are the bits that are coded.
 __device__ __forceinline__ bool in_upper_bytes(const int4* about, int b) { return about[b].w >> 5 <= LONG_PAIRS; }
 
 struct StageTaker {
@@ -97,7 +162,9 @@ struct StageTaker {
   __device__ __forceinline__ void begin(int b) { upper = in_upper_bytes(about, b); }
   __device__ __forceinline__ void take(int j, const u32 (&a)[4]) {
     uint2 bytes;
-    if (upper) {
+    if (LOSSLESS) {
+      bytes = make_uint2(__byte_perm(a[0] << 1, a[1] << 1, 0x7531), __byte_perm(a[2] << 1, a[3] << 1, 0x7531));
+    } else if (upper) {
       bytes = make_uint2(__byte_perm(a[0], a[1], 0x7531), __byte_perm(a[2], a[3], 0x7531));
     } else {
       u32 x[4];
@@ -124,7 +191,8 @@ __device__ __forceinline__ void take_staged(const uint2* stage, const int4* abou
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const u32 two = i < 2 ? bytes.x : bytes.y;
-        if (upper) a[i] = __byte_perm(two, 0, i & 1 ? 0x3424 : 0x1404);
+        if (LOSSLESS) a[i] = __byte_perm(two, 0, i & 1 ? 0x3424 : 0x1404) >> 1;
+        else if (upper) a[i] = __byte_perm(two, 0, i & 1 ? 0x3424 : 0x1404);
         else a[i] = subtract_halves(__byte_perm(two, 0x64646464u, i & 1 ? 0x4342 : 0x4140), 0x64806480u);
       }
       taker.take(j, a);

@@ -517,7 +517,9 @@ def quantized_variant(fmt: TileFormat) -> PlainVariant:
     )
 
 
-def attend_variant(groups: int, row_groups: int, dtype: torch.dtype) -> PlainVariant:
+def attend_variant(
+    groups: int, row_groups: int, dtype: torch.dtype, *, lossless: bool = False
+) -> PlainVariant:
     """Return the attention over tiles of `groups` times 16 tokens for four times `row_groups` rows.
 
     Products of a tile stand in registers: the more there are, the fewer warps run at once. Rows of
@@ -532,6 +534,9 @@ def attend_variant(groups: int, row_groups: int, dtype: torch.dtype) -> PlainVar
         ("NT", row_groups),
         ("SETS", sets),
         ("VALUE_KIND", VALUE_KINDS[dtype]),
+        ("LOSSLESS", int(lossless)),
+        ("FIELD_AT", FIELD_AT),
+        ("FIELD_BIAS", FIELD_BIAS),
         ("MAX_THREADS", threads),
     )
     return PlainVariant("attend", settings)

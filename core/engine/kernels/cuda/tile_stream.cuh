@@ -68,7 +68,7 @@ struct Source {  // coded tiles of K or of V
   int length_bytes;
   i64 n_rows;
   const int* ids;
-  int parameter_words;
+  int fixed_words;  // of a tile beside its header, units and exceptions
 };
 struct Coder {  // what a block knows of their symbols, in shared memory
   const char* tables;  // of K and V: one address, so that it stands in no register
@@ -132,7 +132,7 @@ __device__ __forceinline__ void find_tiles(const Source (&from)[2], i64 number, 
   for (int s = 0; s < 2; ++s) {
     tiles[s].units = header[s] & 0xffff;
     tiles[s].exceptions = header[s] >> 16;
-    if (tiles[s].length && 1 + from[s].parameter_words + (tiles[s].units + 1) / 2 + tiles[s].exceptions * EXCEPTION_WORDS >
+    if (tiles[s].length && 1 + from[s].fixed_words + (tiles[s].units + 1) / 2 + tiles[s].exceptions * EXCEPTION_WORDS >
                                tiles[s].length)
       tiles[s].words = 0;
     if (tiles[s].words || lane != 0) continue;
@@ -275,7 +275,10 @@ __device__ __forceinline__ bool decode_tile(const Tile& tile, const Coder& coder
     s.state += needed - block.z;
     needed = block.z;
     taker.begin(b);
-    if (symbols == SHORT_PAIRS) decode_block<SHORT_PAIRS>(s, c, false, below, taker);
+    if (LOSSLESS) {
+      if (symbols == SHORT_SINGLES) decode_block<SHORT_SINGLES>(s, c, false, below, taker);
+      else decode_block<LONG_SINGLES>(s, c, true, below, taker);
+    } else if (symbols == SHORT_PAIRS) decode_block<SHORT_PAIRS>(s, c, false, below, taker);
     else if (symbols == LONG_PAIRS) decode_block<LONG_PAIRS>(s, c, true, below, taker);
     else if (symbols == SHORT_SINGLES) decode_block<SHORT_SINGLES>(s, c, false, below, taker);
     else if (symbols == LONG_SINGLES) decode_block<LONG_SINGLES>(s, c, true, below, taker);

@@ -78,6 +78,13 @@ def all_variants() -> Iterator[AnyVariant]:
         (16, 1, torch.bfloat16),
     ):
         yield attend_variant(groups, rows, dtype)
+    for groups, rows, dtype in (
+        *((4, rows, torch.bfloat16) for rows in ATTEND_ROWS),
+        (4, 1, torch.float16),
+        (1, 2, torch.float16),
+        (16, 1, torch.bfloat16),
+    ):
+        yield attend_variant(groups, rows, dtype, lossless=True)
     yield from map(typed_gemm_variant, PRODUCT_DEFINES)
     yield from map(packed_linear_variant, LINEAR_SHAPES)
     yield from (segment_sums_variant(size, v) for size in (4, 8) for v in (1, 16 // size))
