@@ -33,7 +33,7 @@ from textgen.smollm import ModelMissingError  # noqa: E402
 from timing import gpu_seconds, markdown  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-from bitslab.engine.codecs.quantized.fit import fit_tiles  # noqa: E402
+from bitslab.engine.codecs.quantized import fit_lossless, fit_tiles  # noqa: E402
 from bitslab.engine.kernels.cpu.attend import decoded  # noqa: E402
 from bitslab.engine.kernels.cpu.tiles import encode_tiles, measure_tiles  # noqa: E402
 from bitslab.engine.kernels.cuda import kernels_on, raise_pending_errors  # noqa: E402
@@ -71,10 +71,12 @@ FLEX = ((16, 8192),)
 #: Steps over rms of K's channels and of V's tokens.
 STEPS = {"fine": (0.4, 0.5), "middle": (0.75, 0.85), "coarse": (1.3, 1.3)}
 SMOLLM2 = "smollm2"
-#: Coders, behind the name of steps: plain fields, and codes that lanes ask for two at a time.
+#: Coders, behind the name of steps: plain fields, codes that lanes ask for two at a time, and tiles
+#: that are lossless, whose values are the same whatever the steps.
 CODERS: dict[str, dict[str, Any]] = {
     "fixed": {"coder": "fixed"},
     "short": {"code_bits": SHORT_BITS},
+    "lossless": {"coder": "lossless", "code_bits": SHORT_BITS},
 }
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -140,16 +142,22 @@ def encoded(
     code_bits: int,
 ) -> Part:
     """Encode ``[1, HEADS, DISTINCT * TILE_TOKENS, DIM]``."""
-    tables = fit_tiles(
-        sample,
-        tile_tokens=TILE_TOKENS,
-        granularity=Granularity.CHANNEL if keys else Granularity.TOKEN_LEVEL,
-        token_pairs=not keys,
-        scale=scale,
-        weights=weights,
-        coder=coder,
-        code_bits=code_bits,
-    ).tables()
+    if coder == "lossless":
+        plan = fit_lossless(
+            sample, tile_tokens=TILE_TOKENS, token_pairs=not keys, code_bits=code_bits
+        )
+    else:
+        plan = fit_tiles(
+            sample,
+            tile_tokens=TILE_TOKENS,
+            granularity=Granularity.CHANNEL if keys else Granularity.TOKEN_LEVEL,
+            token_pairs=not keys,
+            scale=scale,
+            weights=weights,
+            coder=coder,
+            code_bits=code_bits,
+        )
+    tables = plan.tables()
     tiles = torch.unflatten(sample[0], 1, (DISTINCT, TILE_TOKENS)).transpose(0, 1)
     rows = tiles.contiguous().view(torch.uint8).reshape(DISTINCT * HEADS, -1)
     lengths = measure_tiles(rows, tables)
@@ -405,8 +413,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Rows]:
     tables["Attention over coded tiles"] = rates(
         sizes=FEW,
         steps=(
-            *("middle", "middle short", "coarse", "middle fixed"),
-            *(SMOLLM2, f"{SMOLLM2} short", f"{SMOLLM2} fixed"),
+            *("middle", "middle short", "coarse", "middle fixed", "middle lossless"),
+            *(SMOLLM2, f"{SMOLLM2} short", f"{SMOLLM2} fixed", f"{SMOLLM2} lossless"),
         ),
         reps=reps,
         backends=fast,

@@ -5,7 +5,8 @@ levels by token and pairs of tokens, in tiles of 64 tokens; values are normal, w
 different spread, and `step` is the step over the rms: 1 is fine, 2.5 coarse; "SmolLM2" are K and V
 of that model, two heads of 64 side by side as one of 128, with steps that keep its error of
 attention under 0.055, the same tiles again and again. "fixed" says that codes are plain fields of
-the narrowest width, read and written by the same kernels. nvCOMP's ANS packs the bfloat16 values,
+the narrowest width, read and written by the same kernels; "lossless" that nothing is quantised,
+whatever the step: tiles bring every bit back. nvCOMP's ANS packs the bfloat16 values,
 and the same quantised codes as bytes, which it neither makes nor turns into values again: its rates
 are those of the entropy coder alone. Every repetition works on another of several inputs, each many
 times the size of the GPU's cache. Decoded values are compared with the twin of the CPU, and all of
@@ -34,7 +35,12 @@ from textgen.smollm import ModelMissingError  # noqa: E402
 from timing import add_output, gpu_seconds, print_tables  # noqa: E402
 
 from bitslab.engine.codecs.invariant.codec import InvariantCodec  # noqa: E402
-from bitslab.engine.codecs.quantized import TilePlan, measured_fit, steps_and_centers  # noqa: E402
+from bitslab.engine.codecs.quantized import (  # noqa: E402
+    TilePlan,
+    fit_lossless,
+    measured_fit,
+    steps_and_centers,
+)
 from bitslab.engine.kernels import cpu  # noqa: E402
 from bitslab.engine.kernels.cuda import kernels_on, raise_pending_errors  # noqa: E402
 from bitslab.engine.kernels.format import TableStorage, bases_of_rows, words_of_rows  # noqa: E402
@@ -88,11 +94,17 @@ class Case:
     scale: float
     weights: torch.Tensor
 
-    def fit(self, coder: str) -> tuple[TilePlan, float]:
-        """Return the plan for one tile after another of each head, and the bits it expects."""
+    def fit(self, coder: str) -> tuple[TilePlan, float | None]:
+        """Return the plan for one tile after another of each head, and the bits it expects.
+
+        Lossless tiles expect none.
+        """
         x = self.inputs[0]
         by_head = x[: 32 * HEADS].view(-1, HEADS, *x.shape[1:])
         sample = by_head.transpose(0, 1).flatten(1, 2)[None]
+        if coder == "lossless":
+            pairs = self.side == "V"
+            return fit_lossless(sample, tile_tokens=TOKENS, token_pairs=pairs), None
         fit = measured_fit(
             sample,
             tile_tokens=TOKENS,
@@ -176,6 +188,10 @@ class Tiles:
         if not torch.equal(out[:TWIN_TILES].cpu(), twin) or not torch.equal(found, data[:-4]):
             raise SystemExit("the twin writes or decodes other bytes")
         back = out.view(x.dtype).view(x.shape)
+        if self.plan.format.lossless:
+            if not torch.equal(back.view(torch.int16), x.view(torch.int16)):
+                raise SystemExit("a lossless value has other bits")
+            return
         for given, got in zip(
             torch.split(x, 128 * HEADS), torch.split(back, 128 * HEADS), strict=True
         ):
@@ -224,7 +240,7 @@ def tile_row(case: Case, coder: str, copy: float, reps: int) -> dict[str, Any]:
     return {
         "data": case.name if coder == "huffman" else f"{case.name}, {coder}",
         "ratio": raw_bytes / moved,
-        "bits": f"{16 * moved / raw_bytes:.2f} ({bits:.2f} expected)",
+        "bits": f"{16 * moved / raw_bytes:.2f}" + (f" ({bits:.2f} expected)" if bits else ""),
         "in pairs": f"{100 * pairs:.0f} %",
         "decode GB/s": raw_bytes / decoding / 1e9,
         "read+write of copy": f"{100 * both / copy:.0f} %",
@@ -333,7 +349,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Rows]:
                 case = normal(side, dim, step, inputs)
                 for row in (tile_row(case, "huffman", copy, reps), *code_rows(case, reps)):
                     add(row)
-            add(tile_row(normal(side, dim, 1.0, inputs), "fixed", copy, reps))
+            for coder in ("fixed", "lossless"):
+                add(tile_row(normal(side, dim, 1.0, inputs), coder, copy, reps))
             del inputs
             add(lossless_row(side, dim, nbytes, copy, reps))
         for row in nvcomp_rows(dim, nbytes, reps):
@@ -341,7 +358,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Rows]:
     try:
         for side in ("K", "V"):
             case = smollm2(side, nbytes)
-            for coder in ("huffman", "fixed"):
+            for coder in ("huffman", "fixed", "lossless"):
                 add(tile_row(case, coder, copy, reps))
             for row in code_rows(case, reps):
                 add(row)

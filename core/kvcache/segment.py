@@ -134,7 +134,7 @@ class Segment:
 
     @property
     def lossy(self) -> bool:
-        """Whether decoded tokens are not the bits that were packed."""
+        """Whether decoded tokens may not be the bits that were packed, as of all tiles."""
         return self.codec is not None and self.codec.error_bound is not None
 
     @property

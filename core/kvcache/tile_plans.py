@@ -1,4 +1,4 @@
-"""TilePlans: codecs of quantised tiles for the K and V of one layer, fitted to an error."""
+"""TilePlans: codecs of tiles for the K and V of one layer, fitted to an error, or lossless."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ..engine.codecs.quantized import (
     NothingSeenError,
     TileCodec,
     fit_error,
+    fit_lossless,
     fit_tiles,
 )
 from ..engine.kernels.tile_format import Granularity
@@ -35,6 +36,7 @@ RANGE_SCALES = {
     Granularity.CHANNEL_RANGE: 2.0,
     Granularity.TOKEN_RANGE: 1.5,
 }
+CODERS = ("huffman", "fixed", "lossless")
 #: Tokens of a tile, where blocks have as many.
 TILE_TOKENS = 64
 #: The last queries of a prompt that are kept for the fit.
@@ -54,8 +56,8 @@ class TileOptions:
         Steps that are taken instead, in the units of `granularity`.
     granularity : str
         A key of GRANULARITIES.
-    coder : {"huffman", "fixed"}
-        How codes are written.
+    coder : {"huffman", "fixed", "lossless"}
+        How codes are written; ``"lossless"``: tiles are lossless, and `error` is not used.
     sinks, window, block_tokens : int
         As in `PackedHistory`.
 
@@ -84,8 +86,16 @@ class TileOptions:
                 f"granularity: {self.granularity!r:.60}, accepted are "
                 f"{', '.join(map(repr, GRANULARITIES))}"
             )
-        if self.coder not in ("huffman", "fixed"):
-            raise ArgumentError(f"coder: {self.coder!r:.60}, accepted are 'huffman' and 'fixed'")
+        if self.coder not in CODERS:
+            raise ArgumentError(
+                f"coder: {self.coder!r:.60}, accepted are {', '.join(map(repr, CODERS))}"
+            )
+        steps = self.granularity, self.key_scale, self.value_scale
+        if self.lossless_tiles and steps != ("weighted", None, None):
+            raise ArgumentError(
+                "granularity, key_scale, value_scale: lossless tiles have no steps; accepted are "
+                "those of other coders"
+            )
         if not self.error and (self.key_scale is None) != (self.value_scale is None):
             raise ArgumentError(
                 "error: 0 keeps all tokens lossless; accepted with key_scale and value_scale, or "
@@ -98,8 +108,14 @@ class TileOptions:
 
     @property
     def lossless(self) -> bool:
-        """Whether nothing is quantised."""
-        return not self.error and self.key_scale is None and self.value_scale is None
+        """Whether there are no tiles, as nothing is quantised."""
+        scales = self.key_scale, self.value_scale
+        return not self.error and scales == (None, None) and not self.lossless_tiles
+
+    @property
+    def lossless_tiles(self) -> bool:
+        """Whether tiles are lossless."""
+        return self.coder == "lossless"
 
     @property
     def tile_tokens(self) -> int:
@@ -116,6 +132,8 @@ class TileOptions:
         dim = keys.shape[-1]
         if keys.dtype not in DTYPES or values.dtype != keys.dtype:
             return f"dtype {keys.dtype} and {values.dtype}: tiles are bfloat16, float16 or float32"
+        if self.lossless_tiles and keys.dtype.itemsize != 2:
+            return f"dtype {keys.dtype}: lossless tiles are bfloat16 or float16"
         if values.shape[-1] != dim:
             return f"head_dim {dim} of K and {values.shape[-1]} of V: tiles of both are alike"
         if dim % 16 or not 16 <= dim <= 256:
@@ -181,7 +199,9 @@ class TilePlans:
 
     @property
     def learns(self) -> bool:
-        """Whether `learn` has not been called yet."""
+        """Whether `learn` has not been called yet; lossless tiles learn from a sample alone."""
+        if self.options.lossless_tiles:
+            return False
         return not self._learnt and not self.why_lossless and not self.why_unmeasured
 
     def learn(
@@ -272,10 +292,18 @@ class TilePlans:
         """
         if self.why_lossless:
             return self._lossless.fit(kind, sample, search_all=search_all)
-        granularity, scale = self._steps(kind)
         o = self.options
-        weighted = granularity is Granularity.CHANNEL and kind == "k"
         tiles = sample.view(-1, self.heads, o.block_tokens, self.dim)
+        if o.lossless_tiles:
+            plan = fit_lossless(
+                tiles,
+                tile_tokens=o.tile_tokens,
+                token_pairs=kind == "v",
+                rows_per_head=o.tiles_per_block,
+            )
+            return TileCodec(plan, (sample.shape[1],))
+        granularity, scale = self._steps(kind)
+        weighted = granularity is Granularity.CHANNEL and kind == "k"
         plan = fit_tiles(
             tiles,
             tile_tokens=o.tile_tokens,

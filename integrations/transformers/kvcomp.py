@@ -74,8 +74,11 @@ class KVCompCache(PackedCache):
         times its rms; 1 is a middling scale of either. The others are those of KVComp: `key_scale`
         is the step over the range of a tile of K, of each channel in it, or of a token, and
         `value_scale` over the range of a token of V.
-    coder : {"huffman", "fixed"}
-        How codes are written; ``"fixed"`` as fields of one width.
+    coder : {"huffman", "fixed", "lossless"}
+        How codes are written; ``"fixed"`` as fields of one width. ``"lossless"``: nothing is
+        quantised, `error` is not used, and attention reads bfloat16 and float16 tile by tile, with
+        nothing decoded first, on the device and out of host memory. K and V of bfloat16 then take
+        about two thirds of their bytes; those of other dtypes are rows as in `CompressedCache`.
     sinks, window : int
         First and last tokens of a sequence that are kept as they came, on the device. The first
         `sinks` tokens of a batch, and of a sequence that begins behind padding on the left, of
@@ -122,9 +125,10 @@ class KVCompCache(PackedCache):
     fitted again when tiles become larger. No value is quantised twice: `crop`, beams and copies
     keep what is packed as it is.
 
-    K and V that tiles do not serve are kept lossless, and `stats` says why: a head_dim that is no
-    multiple of 16 up to 256, values of another head_dim than keys, other dtypes than bfloat16,
-    float16 and float32. So is a layer whose prompt has a NaN or an infinity, which no steps serve.
+    K and V that tiles do not serve are kept lossless, as rows, and `stats` says why: a head_dim
+    that is no multiple of 16 up to 256, values of another head_dim than keys, other dtypes than
+    bfloat16, float16 and float32. So is a layer whose prompt has a NaN or an infinity, which no
+    steps serve.
     Attention decodes K and V first for masks other than causal ones with padding on the left, for
     gradients and dropout, for steps of another granularity than "weighted", and for more than 64
     query rows of a K/V head in a pass or more than 16 query heads of one; `stats` counts it.
@@ -412,6 +416,8 @@ class KVCompCache(PackedCache):
                 lossless[i] = layer.unfit
             elif layer.plans.why_lossless:
                 lossless[i] = layer.plans.why_lossless
+            elif self._tiles.lossless_tiles:
+                lossless[i] = "coder 'lossless'"
         return {
             **super().stats(),
             "errors": {

@@ -74,9 +74,7 @@ def attend_tables(
     return np.concatenate(parts).view(np.int32), about[block_class]
 
 
-def _entries(
-    found: npt.NDArray[np.uint32], radius: int, lossless: bool
-) -> npt.NDArray[np.uint32]:
+def _entries(found: npt.NDArray[np.uint32], radius: int, lossless: bool) -> npt.NDArray[np.uint32]:
     """Return the entries of a class, of what `TileTables.lookup` has."""
     length = found >> 24
     if lossless:

@@ -16,11 +16,11 @@ in float32, is an exception: its code is taken to be 0, and its bits stand raw b
 symbol that then still has no code in its class both values (of single codes: the one) become
 exceptions too; the symbol of zeros has a code in every class.
 
-Of LOSSLESS tiles, of dtypes of two bytes, nothing is rounded. ``code = (bits >> 7 & 255) - 127``,
-of bfloat16 the exponent, of float16 the exponent and three bits of the significand; a value that is
-not finite is an exception with code 0. The plane holds the other byte of each value, exceptions too:
-``(bits & 127) | (bits >> 8 & 128)``, its sign and its lowest bits. So nothing but where exceptions
-stand is lost if a symbol has no code, and every value comes back bit for bit.
+Of LOSSLESS tiles, whose dtype has two bytes, nothing is rounded. ``code = (bits >> 7 & 255) -
+127``: of bfloat16 the exponent, of float16 the exponent and three bits of the significand. A value
+that is not finite, and one whose symbol has no code, is an exception, with code 0. What is left of
+a value, ``(bits & 127) | (bits >> 8 & 128)``, sign and lowest bits, is its byte of the tile's
+plane; those of exceptions stand there too.
 
 Sums of TOKEN_LEVEL: the mean square of a token is that of its values in the order of channels,
 those that are not finite taken as 0. Lane l sums the squares of channels l, l + 32, ... in that
@@ -62,13 +62,12 @@ takes more or fewer units than its header says, that has more words than the row
 exceptions lie outside the tile or not in ascending order.
 
 Words of a tile: a header, units in its lower half, exceptions in its upper half; parameters (see
-`Granularity`); units, two a word, the first in the lower half; of LOSSLESS tiles the plane, as lanes
-take it: of block b and group j word ``32 * i + lane``, i of 0 and 1, behind those of the groups and
-blocks before holds the bytes of the lane's values at steps ``2 * i`` and ``2 * i + 1``, the first in
-the lowest byte; exceptions, by position in the tile
-(``token * dim + channel``): of dtypes of two bytes one word, the position in its lower half and the
-bits in its upper half, of float32 two words, position and bits. A tile that would have as many
-words as its raw bytes is kept raw, as any row of a codec.
+`Granularity`); units, two a word, the first in the lower half; the plane, of LOSSLESS tiles, in the
+order in which lanes take it: for each block and group two times 32 words, ``32 * i + lane`` of
+which holds the bytes of the lane's values at its steps ``2 * i`` and ``2 * i + 1``, the first one
+lowest; exceptions, by position in the tile (``token * dim + channel``): of dtypes of two bytes one
+word, the position in its lower half and the bits in its upper half, of float32 two words, position
+and bits. A tile that would have as many words as its raw bytes is kept raw, as any row of a codec.
 """
 
 from __future__ import annotations

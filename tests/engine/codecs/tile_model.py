@@ -298,7 +298,9 @@ class Model:
         size = 2 if self.wide else 1
         if behind + n_exceptions * size > len(words):
             raise Damaged("more words than there are")
-        units = [u for word in words[begin:after_units] for u in (word & 0xFFFF, word >> 16)][:count]
+        units = [u for word in words[begin:after_units] for u in (word & 0xFFFF, word >> 16)][
+            :count
+        ]
         symbols = [{code: symbol for symbol, code in codes.items()} for codes in self.codes]
         streams, taken = [""] * LANES, 0
         codes = np.zeros((self.tokens, self.dim), F)

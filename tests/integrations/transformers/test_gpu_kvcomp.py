@@ -113,10 +113,45 @@ def test_attention_to_tiles_is_that_to_decoded_tokens(
     assert caches[0].stats()["packed_passes"] == caches[1].stats()["dense_passes"] == 200
 
 
-def test_words_cross_once_in_each_step() -> None:
+@pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_lossless_tiles_are_attended_to_and_keep_all_bits(
+    dtype: torch.dtype, offload: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, prompt = on_gpu("llama", dtype), prompt_of(batch=2, length=400).cuda()
+    caches = [kvcomp(model.config, coder="lossless", offload=offload) for _ in range(2)]
+    plain = dynamic(model.config)
+    steps = prompt_of(batch=2, length=100, seed=5).cuda()
+    found: list[torch.Tensor] = []
+    for cache in caches:
+        logits = []
+        with torch.no_grad():
+            model(prompt, past_key_values=cache)
+            model(steps[:, :1], past_key_values=cache)
+            settled(cache)
+            for t in range(1, steps.shape[1]):
+                logits.append(model(steps[:, t : t + 1], past_key_values=cache).logits.float())
+        settled(cache)
+        found.append(torch.stack(logits))
+        monkeypatch.setattr(PackedAttention, "serves", lambda *_: False)
+    with torch.no_grad():
+        model(prompt, past_key_values=plain)
+    assert (found[0] - found[1]).norm() < 0.03 * found[1].norm()
+    packed, dense = (cache.stats() for cache in caches)
+    # Codecs are fitted to a sample that is copied meanwhile: a first step may come before.
+    assert packed["packed_passes"] >= 196 and dense["dense_passes"] >= 196
+    assert packed["packed_tokens"] > 400 and not packed["dense_passes"]
+    for cache in caches:
+        for ours, theirs in zip(cache.layers, plain.layers, strict=True):
+            for one, other in ((ours.keys, theirs.keys), (ours.values, theirs.values)):
+                assert torch.equal(one[:, :, :400].view(torch.int16), other.view(torch.int16))
+
+
+@pytest.mark.parametrize("coder", ["huffman", "lossless"])
+def test_words_cross_once_in_each_step(coder: str) -> None:
     """Those of the next layer while this one computes: none is fetched twice."""
     model, prompt = on_gpu("llama", torch.bfloat16), prompt_of(length=400).cuda()
-    cache = kvcomp(model.config, error=0.2)
+    cache = kvcomp(model.config, error=0.2, coder=coder)
     with torch.no_grad():
         model(prompt, past_key_values=cache)
         settled(cache)
@@ -128,7 +163,8 @@ def test_words_cross_once_in_each_step() -> None:
             model(prompt[:, :1], past_key_values=cache)
         moved = cache.stats()["moved_to_device_bytes"] - before
     assert moved == 4 * words
-    assert cache.stats()["packed_passes"] == 14
+    # A sample that codecs are fitted to is there after the first step at the latest.
+    assert cache.stats()["packed_passes"] in ((12, 14) if coder == "lossless" else (14,))
 
 
 def test_the_same_bytes_as_on_the_cpu() -> None:

@@ -94,7 +94,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "one-scale-alone": ({"error": 0, "key_scale": 1.0}, "error: 0 keeps all tokens lossless"),
     "granularity": ({"granularity": "row"}, "granularity: 'row', accepted are 'weighted'"),
     "granularity-none": ({"granularity": None}, "granularity: None"),
-    "coder": ({"coder": "rans"}, "coder: 'rans', accepted are 'huffman' and 'fixed'"),
+    "coder": ({"coder": "rans"}, "coder: 'rans', accepted are 'huffman', 'fixed', 'lossless'"),
     "sinks": ({"sinks": -1}, "sinks: -1"),
     "sinks-float": ({"sinks": 1.5}, "sinks: expected an int"),
     "window": ({"window": -1}, "window: -1"),

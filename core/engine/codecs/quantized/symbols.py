@@ -239,14 +239,11 @@ def _best_symbols(
     if fixed:
         return SymbolClass(0, _padded(_fixed_singles(likely.singles(), code_bits, price)))
     values = float(counts.values[0])
-    found = [
-        one
-        for limit in sorted({min(code_bits, SHORT_BITS), code_bits})
-        for one in (
-            *(_pairs(likely, limit, price) if paired else ()),
-            _singles(likely, limit, price),
-        )
-    ]
+    found: list[tuple[SymbolClass, float]] = []
+    for limit in sorted({min(code_bits, SHORT_BITS), code_bits}):
+        if paired:
+            found += _pairs(likely, limit, price)
+        found.append(_singles(likely, limit, price))
     return min(found, key=lambda one: one[1] + one[0].look_up_bits * values)[0]
 
 

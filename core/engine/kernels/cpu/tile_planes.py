@@ -28,7 +28,7 @@ def split_values(row, kind, dim, order, codes, exceptional):
 
 @njit(nogil=True, cache=True)
 def place_in_plane(base, i, lane):
-    """Return the half of the values of a lane at step i, of the block and group from half `base`."""
+    """Return the half of a lane's values at step i, of the block and group from `base` on."""
     return base + ((i >> 1) * TILE_LANES + lane) * 2 + (i & 1)
 
 
@@ -41,7 +41,7 @@ def write_plane(row, tokens, dim, places, order, plane):
             first = j * TILE_BLOCK * dim + b * TILE_BLOCK
             for i in range(4):
                 for lane in range(TILE_LANES):
-                    both = 0
+                    both = np.int64(0)
                     for k in range(2):
                         at = first + places[i * TILE_LANES + lane, k]
                         bits = np.int64(row[at // dim * dim + order[at % dim]])
