@@ -117,14 +117,16 @@ def test_lossless_tiles_are_read_as_the_tokens_that_came(
         {"scaling": dim**-0.5},
         {"scaling": 0.3, "softcap": 9.0, "sinks": sinks, "first_valid": first_valid},
     ]
-    limit = 5e-3 if dtype == torch.bfloat16 else 1e-3
+    limit = 6e-3 if dtype == torch.bfloat16 else 2e-3
     for options in cases:
         options["length"] = tokens + 140
         expected = twin(query.float(), [], came, computed_in=torch.float64, **options)
         assert relative_error(attend_on_gpu(query, [span], raw, **options), expected) < limit
         monkeypatch.setattr(attend, "STAGES", ())
         kernels = AttendKernels(kernels_module._runner(torch.device("cuda")))
-        there = {k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+        there: dict[str, Any] = {
+            k: v.cuda() if isinstance(v, torch.Tensor) else v for k, v in options.items()
+        }
         runs = [(at, k.cuda(), v.cuda()) for at, k, v in raw]
         plain = kernels.attend(query.cuda(), [span_to(span, "cuda")], runs, **there)
         bitslab.raise_pending_errors()
