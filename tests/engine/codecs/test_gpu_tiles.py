@@ -10,6 +10,7 @@ import torch
 import bitslab
 from bitslab.engine.codecs import TileCodec
 from bitslab.engine.codecs.base import rows_as_bytes
+from bitslab.engine.codecs.quantized import fit_lossless
 from bitslab.engine.kernels.format import MAX_SLABS, TableStorage
 from bitslab.kvcache import HistoryReader, PackedHistory
 from tests import gpu
@@ -60,6 +61,18 @@ def test_tiles_are_packed_in_parts(
     codec = TileCodec.fit(rows[:6], granularity="lossless", heads=heads)
     assert_packed_as_on_the_cpu(codec, rows)
     bitslab.raise_pending_errors()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)
+def test_lossless_plans_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    sample = usual(dtype, (3, 192, 64), n=2)
+    sample[0, 1, 5, 5:9] = float("nan")
+    found = [
+        fit_lossless(x, tile_tokens=64, token_pairs=True, rows_per_head=2)
+        for x in (sample, sample.to(GPU))
+    ]
+    for name in ("order", "block_class", "radius", "lengths"):
+        assert (getattr(found[0], name) == getattr(found[1], name)).all()
 
 
 def test_packing_does_not_wait_for_the_gpu() -> None:

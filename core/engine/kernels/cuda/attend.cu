@@ -306,7 +306,8 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
     for (int j = 0; j < GROUPS; ++j)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const int level = !LOSSLESS && v_tile.length ? __ldg((const u8*)(v_tile.words + 1) + 16 * j + 8 * h + g) : LEVEL_ZERO;
+        const u8* level_of = (const u8*)(v_tile.words + 1) + 16 * j + 8 * h + g;
+        const int level = !LOSSLESS && v_tile.length ? __ldg(level_of) : LEVEL_ZERO;
         step[j][h] = 0.125f * (level - LEVEL_ZERO);
       }
     to_weights(s, step, sums, decay);

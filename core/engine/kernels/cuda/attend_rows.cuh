@@ -1,7 +1,7 @@
 // What a warp does with query rows: products with keys, exponents, weights, sums of values; coded tiles
 // by the matrix instruction, other tokens one by one in float32.
 //
-// NT groups of four query rows and SETS of right operands come from the host. An operand has eight columns:
+// LOSSLESS, NT groups of four query rows and SETS of right operands come from the host. An operand has eight columns:
 // of four rows two halves each, which are as exact as float32; or, with half as many sets as groups, of eight
 // rows one half. A lane's columns 2 t and 2 t + 1 of set m are row 4 m + t, or rows 8 m + t and 8 m + t + 4.
 #define ROWS (4 * NT)
@@ -14,8 +14,12 @@
 // Operands are halves: codes, or values of lossless tiles; of bfloat16 values they are such.
 #define BRAIN_OPERANDS (LOSSLESS && VALUE_KIND == 0)
 
-__device__ __forceinline__ u16 operand_of(float x) { return BRAIN_OPERANDS ? bits_of_value(x) : float_to_half(x); }
-__device__ __forceinline__ float value_of_operand(u16 x) { return BRAIN_OPERANDS ? value_of_bits(x) : half_to_float(x); }
+__device__ __forceinline__ u16 operand_of(float x) {
+  return BRAIN_OPERANDS ? bits_of_value(x) : float_to_half(x);
+}
+__device__ __forceinline__ float value_of_operand(u16 x) {
+  return BRAIN_OPERANDS ? value_of_bits(x) : half_to_float(x);
+}
 __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], const u32 (&b)[2]) {
 #if BRAIN_OPERANDS
   multiply_bfloats(c, a, b);

@@ -290,7 +290,8 @@ __device__ __forceinline__ int stage_fields(const value_t* row, u8* stage, int l
 }
 
 // Write the plane of a tile, by way of the stage, whose codes are not needed any more.
-__device__ __forceinline__ void write_plane(const Tables& t, int head, const value_t* row, u8* stage, u32* to, int lane) {
+__device__ __forceinline__ void write_plane(const Tables& t, int head, const value_t* row, u8* stage, u32* to,
+                                            int lane) {
 #pragma unroll 4
   for (int piece = lane; piece < ROW_PIECES; piece += 32) {
     const uint4 x = __ldg((const uint4*)row + piece);

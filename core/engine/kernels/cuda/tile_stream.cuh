@@ -1,7 +1,7 @@
 // Coded tiles that a warp reads: where one lies, its words on their way through a ring in shared memory,
 // and its codes as halves in the order of the matrix instruction. Values that are not coded.
 //
-// GROUPS of 16 tokens and VALUE_KIND (0 bfloat16, 1 float16, 2 float32) come from the host.
+// GROUPS of 16 tokens, LOSSLESS and VALUE_KIND (0 bfloat16, 1 float16, 2 float32) come from the host.
 typedef unsigned short u16;
 
 #define TOKENS (16 * GROUPS)
@@ -79,7 +79,8 @@ struct Coder {  // what a block knows of their symbols, in shared memory
   // code's highest bit is that of the mask. See attend_tables.py.
   const int4* blocks;
 };
-// Symbols by the bits of the longest code, short or long. Codes of wide pairs are bytes, others halves.
+// Symbols by the bits of the longest code, short or long. Codes of wide pairs are bytes, others halves, of
+// lossless tiles, which have singles alone, the bits of values that are coded.
 // As in attend_tables.py, whose tests compare.
 enum { SHORT_PAIRS = 0, LONG_PAIRS = 1, SHORT_SINGLES = 2, LONG_SINGLES = 3, WIDE_PAIRS = 4 };
 
