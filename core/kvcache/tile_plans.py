@@ -200,7 +200,7 @@ class TilePlans:
     @property
     def learns(self) -> bool:
         """Whether `learn` has not been called yet; lossless tiles learn from a sample alone."""
-        if self.options.lossless_tiles:
+        if self.options.coder == "lossless":  # not by a property: each token asks
             return False
         return not self._learnt and not self.why_lossless and not self.why_unmeasured
 
