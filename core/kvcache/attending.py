@@ -260,9 +260,10 @@ class _Staged:
                 self._fixed.append(Run.of(begin, *self._tokens(begin, end)))
             self._begins.append((begin, end))
         self._changing = self._begins[len(self._fixed) :]
-        # Of both K and V they are kept before that.
-        self._own_end = min(keys.edges[-1], values.edges[-1])
-        self._own: tuple[torch.Tensor, torch.Tensor, PreparedOwn] | None = None
+        for side, history in zip(plan.sides, histories, strict=True):
+            more = plan.end - side.edges[-1]  # packed of the other side alone
+            history.unpacked.look_for_own(history.tail[:, :, :more], history.packed.length)
+        self._own: tuple[OwnTokens, PreparedOwn] | None = None
         self._tail: tuple[torch.Tensor, torch.Tensor] | None = None
         self._tail_run: Run | None = None
 
@@ -296,16 +297,16 @@ class _Staged:
         keys, values = of_keys.tokens, of_values.tokens
         if keys is None or values is None:
             return None
-        return OwnTokens(of_keys.positions, keys, values, self._own_end)
+        return OwnTokens(of_keys.positions, keys, values, self._end)
 
     def prepared_own(self) -> PreparedOwn | None:
         """Return `own` as the kernels of a GPU take it."""
         own, here = self.own(), self._own
         if own is None:
             return None
-        if here is None or here[0] is not own.keys or here[1] is not own.values:
-            here = self._own = own.keys, own.values, PreparedOwn(own)
-        return here[2]
+        if here is None or not own.same_as(here[0]):
+            here = self._own = own, PreparedOwn(own)
+        return here[1]
 
     def runs(self, ends: tuple[int, int] | None = None) -> tuple[list[Run], list[object]]:
         """Return `raw` as the kernels of a GPU take it, and what that points to."""

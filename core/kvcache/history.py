@@ -380,6 +380,11 @@ class PackedHistory:
         if not self._at_once and self._blocks_due() > 1:
             self.words.link.packing.add(self)
 
+    def begin_at(self, positions: torch.Tensor | None, last: int) -> None:
+        """Keep sequences' own first tokens as they came; see `UnpackedTokens.begin_at`."""
+        if self.packed.length or not self.packed.in_flight:
+            self.unpacked.begin_at(positions, last, self.packed.length)
+
     def pack_on(self, *, wait: bool) -> None:
         """Go on with packing.
 
@@ -431,7 +436,8 @@ class PackedHistory:
         behind = length - head.shape[2]
         if behind >= self.packed_tokens:
             tail = self.tail[:, :, : behind - self.packed_tokens]
-            return partial(self._cut_tail, head, tail)
+            forget = partial(self.packed.forget_in_flight, tail.shape[2])
+            return partial(self._commit, forget, head, tail)
         begin = self.packed.croppable(behind)
         rest = self.tail[:, :, :0]
         if begin < behind:
@@ -525,9 +531,11 @@ class PackedHistory:
             return
         with suppress(MemoryError, RuntimeError, BitslabError):
             head, tokens = self.head, torch.cat([*self.decode_packed(), self.tail], dim=-2)
+            own = self.unpacked.own_first
             self.reset()
             self.packed.start(tokens)
             self.unpacked.replace(head, tokens)
+            self.unpacked.own_first = own
             self._pack(wait=True)
             self.words.trim()
 
@@ -541,10 +549,8 @@ class PackedHistory:
         """Change the packed tokens, and replace the others."""
         change()
         self.unpacked.replace(head, tail)
-
-    def _cut_tail(self, head: torch.Tensor, tail: torch.Tensor) -> None:
-        self.unpacked.replace(head, tail)
-        self.packed.forget_in_flight(tail.shape[2])
+        if not self.packed.length and not self.packed.in_flight:
+            self.unpacked.own_first = None  # other sequences may be next
 
     def _blocks_due(self) -> int:
         return self.waiting_tokens // self._block_tokens

@@ -18,29 +18,44 @@ class OwnFirst:
     ----------
     positions : torch.Tensor
         int32 ``[B]`` on the device: where each sequence begins.
-    end : int
-        Behind the last of these tokens of all sequences.
+    last : int
+        The largest of them.
     count : int
         How many of each sequence are kept.
 
     Attributes
     ----------
-    positions, end, count
+    positions, last, count
         As given.
     tokens : torch.Tensor or None
         ``[B, H, count, D]``; of those that are not packed whatever it holds. None before any are.
     """
 
-    __slots__ = ("count", "end", "positions", "tokens")
+    __slots__ = ("count", "last", "positions", "tokens")
 
-    def __init__(self, positions: torch.Tensor, end: int, count: int) -> None:
-        self.positions, self.end, self.count = positions, end, count
+    def __init__(self, positions: torch.Tensor, last: int, count: int) -> None:
+        self.positions, self.last, self.count = positions, last, count
         self.tokens: torch.Tensor | None = None
 
     @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return self.positions.nbytes + (0 if self.tokens is None else self.tokens.nbytes)
+    def tensors(self) -> list[torch.Tensor]:
+        """All that lies on the device."""
+        return [self.positions] if self.tokens is None else [self.positions, self.tokens]
+
+    def begin_later(self, positions: torch.Tensor, last: int, packed: int) -> None:
+        """Follow sequences that had not begun within the first `packed` tokens.
+
+        Parameters
+        ----------
+        positions, last
+            As of this object, as they are known now.
+        packed : int
+            Before that position, tokens are packed.
+        """
+        if last != self.last and positions.shape == self.positions.shape:
+            began = self.positions < packed
+            self.positions = torch.where(began, self.positions, positions)
+            self.last = last
 
     def take_over(self, tokens: torch.Tensor, first: int) -> None:
         """Keep those that are among tokens ``[B, H, n, D]`` from a position on.
@@ -48,7 +63,7 @@ class OwnFirst:
         The host waits for nothing.
         """
         n = tokens.shape[2]
-        if first >= self.end or not n:
+        if first >= self.last + self.count or not n:
             return
         place = self._positions() - first
         there = (place >= 0) & (place < n)
@@ -82,7 +97,7 @@ class OwnFirst:
 
     def taken(self, take: Take) -> OwnFirst:
         """Return those of other sequences."""
-        found = OwnFirst(take(self.positions, 0), self.end, self.count)
+        found = OwnFirst(take(self.positions, 0), self.last, self.count)
         found.tokens = None if self.tokens is None else take(self.tokens, 0)
         return found
 

@@ -57,3 +57,5 @@ def put_back(history: PackedHistory, raw: RawTokens, length: int) -> None:
     else:
         packed.forget_in_flight(raw.tokens)
     history.unpacked.replace(raw.head, raw.memory.narrow(2, 0, raw.tokens))
+    if not history.packed.length:
+        history.unpacked.own_first = None

@@ -66,8 +66,9 @@ class UnpackedTokens:
     @property
     def device_bytes(self) -> int:
         """Bytes of the memory that they lie in, with the room ahead."""
-        own = 0 if self.own_first is None else self.own_first.nbytes
-        return own + sum(t.untyped_storage().nbytes() for t in (self.head, self.tail.memory))
+        own = () if self.own_first is None else self.own_first.tensors
+        kept = self.head, self.tail.memory, *own
+        return sum(t.untyped_storage().nbytes() for t in kept)
 
     def check(self, tokens: torch.Tensor, packed: int) -> None:
         """Raise for tokens that do not continue those of a history; see `PackedHistory.check`.
@@ -132,17 +133,23 @@ class UnpackedTokens:
         own = None if self.own_first is None else self.own_first.taken(take)
         return head, take(self.tail.tokens, 0), own
 
-    def keep_own_first(self, positions: torch.Tensor, end: int) -> None:
+    def begin_at(self, positions: torch.Tensor | None, last: int, packed: int) -> None:
         """Keep the first tokens of sequences that begin at other positions, when they are packed.
 
         Parameters
         ----------
-        positions : torch.Tensor
-            int32 ``[B]`` on the device: where each sequence begins.
-        end : int
-            Behind the last of these tokens of all sequences.
+        positions : torch.Tensor, optional
+            int32 ``[B]`` on the device: where each sequence begins, as far as that is known.
+        last : int
+            The largest of them.
+        packed : int
+            Tokens of a sequence that are packed.
         """
-        self.own_first = OwnFirst(positions, end, self._sinks)
+        if not packed:
+            needed = positions is not None and last and self._sinks
+            self.own_first = OwnFirst(positions, last, self._sinks) if needed else None
+        elif self.own_first is not None and positions is not None:
+            self.own_first.begin_later(positions, last, self.head.shape[2] + packed)
 
     def look_for_own(self, tokens: torch.Tensor, packed: int) -> None:
         """Keep the sequences' own first tokens among those that are to be packed next.
@@ -174,9 +181,8 @@ class UnpackedTokens:
         """Keep them from reuse until torch's current stream, `stream`, has read them."""
         tail = self.tail
         if tail.stream != stream:  # the head is replaced with it alone
-            own = self.own_first
-            kept = () if own is None or own.tokens is None else (own.positions, own.tokens)
-            self._link.keep_for_turn(tail.memory, self.head, *kept)
+            own = () if self.own_first is None else self.own_first.tensors
+            self._link.keep_for_turn(tail.memory, self.head, *own)
             tail.stream = stream
 
     def __getstate__(self) -> dict[str, Any]:

@@ -190,8 +190,9 @@ def _padding_of(mask: torch.Tensor) -> Padding | None:
     for made in list(_padded.values()):
         alike = made.shape == mask.shape and made.dtype == mask.dtype
         if alike and torch.equal(made.to(mask.device), mask):
-            first = getattr(made, _PADDING).first_valid
-            padding = Padding(None if first is None else first.to(mask.device))
+            found = getattr(made, _PADDING)
+            first = found.first_valid
+            padding = Padding(None if first is None else first.to(mask.device), found.last)
             setattr(mask, _PADDING, padding)
             return padding
     return None
@@ -207,10 +208,14 @@ def left_padding(mask: torch.Tensor | None, length: int) -> Padding | None:
         return Padding(None)
     if mask.dim() != 2 or mask.shape[1] != length:
         return None
+    if not mask.shape[0]:
+        return Padding(None)
     valid = mask.bool()
     first = valid.to(torch.int32).argmax(dim=1)
-    whole = valid.sum(dim=1) == length - first
-    return Padding(first.to(torch.int32)) if bool(whole.all()) else None
+    first = torch.where(valid.any(dim=1), first, length)  # of a sequence that is yet to begin
+    whole = (valid.sum(dim=1) == length - first).all()
+    all_whole, last = torch.stack([whole.long(), first.max()]).tolist()
+    return Padding(first.to(torch.int32), last) if all_whole else None
 
 
 register(NAME, attention, masks)

@@ -31,9 +31,22 @@ Open = Callable[[torch.device], tuple[HistoryReader, list[PackedHistory]]]
 
 @dataclass(frozen=True, eq=False)
 class Padding:
-    """What a mask says that is causal: the first token of each sequence, int32 ``[B]``, or None."""
+    """What a mask says that is causal.
+
+    Attributes
+    ----------
+    first_valid : torch.Tensor or None
+        int32 ``[B]``: the first token of each sequence that is no padding; None where all begin
+        with the first.
+    last : int
+        The largest of them.
+    """
 
     first_valid: torch.Tensor | None
+    last: int = 0
+
+
+_NO_PADDING = Padding(None)
 
 
 class TakesHandles(Protocol):
@@ -103,6 +116,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         self._waits = False  # tokens of the last update are to be packed
         self._new_tokens = 0  # in that update
         self._queries: _LastQueries | None = None
+        self._padding: Padding | None = None  # that attention to the last update had
         self.measured_without = frozenset()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -163,7 +177,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         of_values.append(value_states, checked=True, pack=False)
         length = before + key_states.shape[2]
         update = LayerUpdate(self, (key_states, value_states), length)
-        self._latest, self._waits = ref(update), True
+        self._latest, self._waits, self._padding = ref(update), True, None
         self._new_tokens = key_states.shape[2]
         return KVHandle(update, 0, key_states, length), KVHandle(update, 1, value_states, length)
 
@@ -212,7 +226,9 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
             self.learn()
         self._waits = False
         if self._has_turn():
+            padding = self._padding or _NO_PADDING
             for history in self.histories:
+                history.begin_at(padding.first_valid, padding.last)
                 history.pack()
 
     def _has_turn(self) -> bool:
@@ -250,14 +266,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         assert self._queries is not None
         keys, values = (history.decode() for history in self.histories)
         self.plans.learn(keys, values, self._queries.tokens, **self._queries.options)
-        first_valid, self._queries = self._queries.options["first_valid"], None
-        sinks = self.plans.options.sinks
-        if first_valid is None or not sinks or self.plans.why_lossless:
-            return
-        last = int(first_valid.max())  # what was learnt was waited for
-        if last:
-            for history in self.histories:
-                history.unpacked.keep_own_first(first_valid, last + sinks)
+        self._queries = None
 
     def _due(self) -> bool:
         """Whether tokens are to be packed for the first time."""
@@ -313,7 +322,8 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         *,
         other_mask: bool = False,
     ) -> None:
-        """Keep the last queries until codecs are learnt."""
+        """Keep the last queries until codecs are learnt, and where sequences begin."""
+        self._padding = padding
         if self.lossless or not self.plans.learns or self.packed_tokens:
             return
         _, heads, _, dim = self.histories[0].tail.shape

@@ -76,6 +76,15 @@ class OwnTokens:
     values: torch.Tensor
     end: int
 
+    def same_as(self, other: OwnTokens) -> bool:
+        """Return whether these are the very tensors of others."""
+        return (
+            self.positions is other.positions
+            and self.keys is other.keys
+            and self.values is other.values
+            and self.end == other.end
+        )
+
     @property
     def run(self) -> RawRun:
         """The tokens as a run."""

@@ -6,7 +6,6 @@ import gc
 import importlib
 import os
 import pkgutil
-import threading
 import weakref
 from pathlib import Path
 from typing import Any
@@ -83,9 +82,7 @@ def test_compiling_keeps_nothing_of_who_called() -> None:
         gc.enable()
 
 
-def test_a_kernel_is_compiled_within_another_and_without_threads(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_kernel_is_compiled_within_another() -> None:
     inner = jit.njit(cache=False)(_twice)
 
     def outer(x: int) -> int:
@@ -95,11 +92,31 @@ def test_a_kernel_is_compiled_within_another_and_without_threads(
     compiled: Any = numba.njit(outer)
     assert compiled(3) == 7
 
-    def start(_: Any) -> None:
-        raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(threading.Thread, "start", start)
-    assert jit.njit(cache=False)(_twice)(21) == 42
+@pytest.mark.parametrize("on", [True, False], ids=["on", "off"])
+def test_the_collector_is_left_as_it_was(on: bool) -> None:
+    def unknown(x: Any) -> Any:
+        return x.no_such_name
+
+    try:
+        (gc.enable if on else gc.disable)()
+        assert jit.njit(cache=False)(_twice)(21) == 42
+        assert gc.isenabled() == on
+        with pytest.raises(numba.TypingError):
+            jit.njit(cache=False)(unknown)(1.0)
+        assert gc.isenabled() == on
+    finally:
+        gc.enable()
+
+
+def test_the_collector_is_off_until_the_last_thread_has_compiled() -> None:
+    collector = jit._Collector()
+    collector.off("one")
+    collector.off("other")
+    collector.on("one")
+    assert not gc.isenabled()
+    collector.on("other")
+    assert gc.isenabled()
 
 
 def test_an_error_of_compiling_is_numbas_own() -> None:

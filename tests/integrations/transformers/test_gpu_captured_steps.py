@@ -200,14 +200,14 @@ def test_no_token_is_put_outside_of_the_room() -> None:
 
 
 def test_replays_wait_for_nothing(
-    waiting_raises: Callable[..., AbstractContextManager[None]],
+    no_waiting: Callable[..., AbstractContextManager[None]],
 ) -> None:
     stepped = Decoding(stepped_model("llama", "cuda"))
     with stepped.steps(20) as steps:
         stepped.take(stepped.forward())
         graph, _ = captured(stepped)
         steps.replay(graph)
-        with waiting_raises():
+        with no_waiting():
             for _ in range(10):
                 steps.replay(graph)
     assert stepped.cache.get_seq_length() == PROMPT + 12

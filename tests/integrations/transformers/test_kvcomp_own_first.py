@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bitslab.integrations.transformers import KVCompCache
 from bitslab.integrations.transformers.attention import attention
 from bitslab.integrations.transformers.kvcomp_layer import Padding
+from tests.integrations.transformers.models import prompt_of
 from tests.integrations.transformers.test_kvcomp_cache import (
     DIM,
     HEADS,
@@ -22,6 +24,7 @@ from tests.integrations.transformers.test_kvcomp_cache import (
     Module,
     config,
 )
+from tests.integrations.transformers.test_kvcomp_generate import attended_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -66,7 +69,8 @@ class Padded:
             length = raw[0].shape[2]
             at = torch.arange(length, device=self.device)
             mask = (at >= self.begins[:, None])[:, None, None] & (at <= at[length - n :, None])
-            mask.bitslab_padding = Padding(self.begins)  # type: ignore[attr-defined]
+            padding = Padding(self.begins.clamp(max=length), min(length, int(self.begins.max())))
+            mask.bitslab_padding = padding  # type: ignore[attr-defined]
             keys, values = self.cache.update(*new, i)
             query = self.normal(batch, QUERY_HEADS, n, DIM)
             found, _ = attention(Module(), query, keys, values, mask, scaling=0.3)
@@ -132,14 +136,103 @@ def test_own_first_tokens_are_kept_on_a_gpu(offload: bool) -> None:
     changed(Padded(BEGINS, "cuda", offload=offload))
 
 
-def test_a_prompt_in_chunks_keeps_them_too() -> None:
-    padded = Padded([0, 55])
+@pytest.mark.parametrize("begin", [37, 50, 55, 120], ids=str)
+def test_a_prompt_in_chunks_keeps_them_too(begin: int) -> None:
+    """Whose sequences may begin behind the first chunk, which is packed by then."""
+    padded = Padded([0, begin])
     for _ in range(3):
         padded.run(50)
     for _ in range(20):
         padded.run()
         padded.check()
     assert padded.cache.stats()["packed_tokens"] == 144
+
+
+@pytest.mark.parametrize("chunk", [100, 50, 30], ids=str)
+def test_masks_of_a_model_say_where_sequences_begin(chunk: int) -> None:
+    model, begins = attended_model("llama"), [0, 3, 33, 60]
+    tokens = prompt_of(len(begins), 100)
+    mask = (torch.arange(103) >= torch.tensor(begins)[:, None]).long()
+    cache: Any = KVCompCache(model.config, **{"error": 0.3, **SIZES})
+    plain = transformers.DynamicCache(config=model.config)
+    ends = [*range(chunk, 100, chunk), 100, 101, 102, 103]
+    tokens = torch.cat([tokens, tokens[:, :3]], dim=1)
+    with torch.no_grad():
+        for begin, end in zip([0, *ends], ends, strict=False):
+            for each in (cache, plain):
+                at = (mask[:, :end].cumsum(1) - 1).clamp(min=0)[:, begin:]
+                model(
+                    tokens[:, begin:end],
+                    attention_mask=mask[:, :end],
+                    position_ids=at,
+                    past_key_values=each,
+                )
+    # Of the first layer K and V are the same, whatever attention gives.
+    layer, expected = cache.layers[0], plain.layers[0]
+    assert layer.packed_tokens >= 64
+    for found, came in ((layer.keys, expected.keys), (layer.values, expected.values)):
+        for b, begin in enumerate(begins):
+            assert torch.equal(
+                found[b, :, begin : begin + SINKS], came[b, :, begin : begin + SINKS]
+            )
+        assert not torch.equal(found, came)
+
+
+@pytest.mark.parametrize("left", [0, 2], ids=["nothing", "some-first-tokens"])
+@pytest.mark.parametrize("begins", [[40, 60], [10, 20, 30, 50, 0, 7], [5, 0, 79, 2, 90]], ids=len)
+def test_other_sequences_begin_elsewhere(left: int, begins: list[int]) -> None:
+    padded = Padded(BEGINS)
+    padded.run(100)
+    padded.run()
+    if left:
+        begins = (begins * 3)[: len(BEGINS)]
+    padded.crop(101 - left)
+    padded.begins = torch.tensor(begins, dtype=torch.int32)
+    if not left:
+        empty = torch.empty(len(begins), HEADS, 0, DIM)
+        padded.raw = [[empty, empty] for _ in padded.raw]
+    padded.run(100)
+    for _ in range(25):
+        padded.run()
+    padded.check()
+    assert padded.cache.stats()["packed_tokens"] == 96
+
+
+def test_sequences_are_repeated_and_chosen() -> None:
+    padded = Padded(BEGINS)
+    padded.run(100)
+    padded.run()
+    padded.cache.batch_repeat_interleave(2)
+    padded.begins = padded.begins.repeat_interleave(2)
+    padded.raw = [[t.repeat_interleave(2, dim=0) for t in raw] for raw in padded.raw]
+    padded.check()
+    padded.run()
+    index = [7, 1]
+    padded.cache.batch_select_indices(index)
+    padded.begins, padded.raw = padded.begins[index], [[t[index] for t in r] for r in padded.raw]
+    for _ in range(20):
+        padded.run()
+    padded.check()
+
+
+def test_attention_reads_them_while_k_is_packed_further_than_v(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    padded = Padded([0, 78])
+    padded.run(100)
+    padded.run()
+    with monkeypatch.context() as patched:
+        for layer in padded.cache.layers:
+            patched.setattr(layer.histories[1], "pack", lambda: None)
+        for _ in range(17):
+            padded.run()
+        of_keys, of_values = padded.cache.layers[0].histories
+        assert (of_keys.packed_tokens, of_values.packed_tokens) == (96, 80)
+        padded.check()
+    for _ in range(4):
+        padded.run()
+    assert of_values.packed_tokens == 96
+    padded.check()
 
 
 @settings(max_examples=12)

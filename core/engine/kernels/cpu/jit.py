@@ -1,4 +1,4 @@
-"""`numba.njit` off the caller's stack, with a cache on disk that processes may fill at once.
+"""`numba.njit` that leaves no frames behind, with a cache that processes may fill at once.
 
 Numba keeps compiled code on disk in an index per function that it reads, changes and writes with no
 lock: two processes that compile different dtypes at once can file them under one name, and the
@@ -7,11 +7,14 @@ function calls; compiling needs none.
 
 What Numba compiles leaves cycles of tracebacks behind, and with them the frames of all callers,
 whose tensors then live until Python collects garbage: gigabytes, where a model packs its first
-prompt. So it compiles in a thread, on whose stack there is nothing else.
+prompt. So the collector is off while it compiles, for them to remain young, and the young objects
+are collected behind that.
 """
 
 from __future__ import annotations
 
+import gc
+import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,7 +25,6 @@ from numba.core.caching import FunctionCache
 from numba.core.compiler_lock import global_compiler_lock
 from numba.core.registry import cpu_target
 
-from ...tasks import Workers
 from .lock_files import lock_file
 
 #: What loads compiled code by itself: no public name of Numba's, so that one may do without.
@@ -31,20 +33,53 @@ _rtsys: Any = getattr(runtime, "rtsys", None)
 _loads_alone = _rtsys is not None and all(hasattr(FunctionCache, name) for name in _LOADING)
 
 
-def _compile_apart(compile_here: Callable[[Any], Any], signature: Any) -> Any:
-    """Compile for a signature in a thread of its own, or load what is compiled."""
-    # Where the caller compiles, as that thread does, another would wait for its lock for ever.
-    if global_compiler_lock.is_locked():
-        return compile_here(signature)
-    workers = Workers("bitslab-compile", 1)
+class _Collector:
+    """Python's garbage collector, off while any thread compiles."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # entered again by what a collection calls
+        self._users: set[object] = set()
+        self._was_on = False
+
+    def off(self, user: object) -> None:
+        """Turn it off, until `on` was called for all users."""
+        with self._lock:
+            if not self._users and gc.isenabled():
+                self._was_on = True  # before an interrupt that ends in `on`
+                gc.disable()
+            self._users.add(user)
+
+    def on(self, user: object) -> None:
+        """Turn it on again behind the last user, where it was on."""
+        with self._lock:
+            self._users.discard(user)
+            if not self._users and self._was_on:
+                self._was_on = False
+                gc.enable()
+
+
+_collector = _Collector()
+
+
+def _compile_cleanly(kernel: Any, compile_any: Callable[[Any], Any], signature: Any) -> Any:
+    """Compile a kernel for a signature, or load what is compiled, and leave no frame behind."""
+    if global_compiler_lock.is_locked():  # for a kernel that calls it
+        return compile_any(signature)
+    user = object()
+    loaded = _loads(kernel)
     try:
-        task = workers.submit(compile_here, (signature,))
-    except RuntimeError:  # no thread can be started, as at the interpreter's exit
-        return compile_here(signature)
-    try:
-        return task.result()
+        _collector.off(user)
+        found = compile_any(signature)
     finally:
-        workers.close(0.0)  # it ends by itself
+        _collector.on(user)
+    if _loads(kernel) == loaded:
+        gc.collect(0)
+    return found
+
+
+def _loads(kernel: Any) -> int:
+    """Return how often a kernel was loaded in place of being compiled."""
+    return sum(kernel.stats.cache_hits.values())
 
 
 class LockedCache(FunctionCache):
@@ -77,7 +112,7 @@ def njit(*, cache: bool, **options: Any) -> Callable[[Any], Any]:
         kernel = numba.njit(**options)(function)
         if cache:
             kernel._cache = LockedCache(function)
-        kernel.compile = partial(_compile_apart, kernel.compile)
+        kernel.compile = partial(_compile_cleanly, kernel, kernel.compile)
         return kernel
 
     return compiled
