@@ -146,9 +146,12 @@ class UnpackedTokens:
             Tokens of a sequence that are packed.
         """
         if not packed:
-            needed = positions is not None and last and self._sinks
-            self.own_first = OwnFirst(positions, last, self._sinks) if needed else None
-        elif self.own_first is not None and positions is not None:
+            self.own_first = None
+        if positions is None:
+            return
+        if not packed and last and self._sinks:
+            self.own_first = OwnFirst(positions, last, self._sinks)
+        elif self.own_first is not None:
             self.own_first.begin_later(positions, last, self.head.shape[2] + packed)
 
     def look_for_own(self, tokens: torch.Tensor, packed: int) -> None:

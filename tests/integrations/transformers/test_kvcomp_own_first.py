@@ -154,7 +154,7 @@ def test_masks_of_a_model_say_where_sequences_begin(chunk: int) -> None:
     tokens = prompt_of(len(begins), 100)
     mask = (torch.arange(103) >= torch.tensor(begins)[:, None]).long()
     cache: Any = KVCompCache(model.config, **{"error": 0.3, **SIZES})
-    plain = transformers.DynamicCache(config=model.config)
+    plain: Any = transformers.DynamicCache(config=model.config)
     ends = [*range(chunk, 100, chunk), 100, 101, 102, 103]
     tokens = torch.cat([tokens, tokens[:, :3]], dim=1)
     with torch.no_grad():
