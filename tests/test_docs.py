@@ -509,7 +509,7 @@ def test_figures_of_quantised_caches_stand_in_the_results() -> None:
     (file,) = re.findall(r"\]\((benchmarks/results/[^)]+)\)", section)
     text = (ROOT / file).read_text()
     rows = [line for line in section.splitlines() if line.startswith("| ")][1:]
-    assert len(rows) == 8
+    assert len(rows) == 9
     for row in rows:
         _, _, *shown = (cell.strip() for cell in row.strip("|").split("|"))
         numbers = re.findall(r"\d+(?:,\d{3})*(?:\.\d+)?", " ".join(shown).replace("2 bits", ""))
