@@ -31,10 +31,11 @@ BALANCE_TOKENS = 48
 BLOCK_TOKENS = 68
 DYNAMIC, OFFLOADED, KVCOMP_HOST = "DynamicCache", "transformers' offloaded", "KVCompCache, host"
 KVCOMP_DEVICE = "KVCompCache, device"
-#: As KVCOMP_DEVICE; the tokens that are measured are replays of a CUDA graph, of one block of steps
-#: in which nothing is packed.
-GRAPHS = "KVCompCache, device, CUDA graphs"
-NEEDS_GPU = OFFLOADED, GRAPHS
+LOSSLESS_TILES = "KVCompCache, lossless tiles, device"
+#: Of these the tokens that are measured are replays of a CUDA graph, of one block of steps in which
+#: nothing is packed.
+GRAPHS = KVCOMP_DEVICE + ", CUDA graphs", LOSSLESS_TILES + ", CUDA graphs"
+NEEDS_GPU = OFFLOADED, *GRAPHS
 CASES: dict[str, Case] = {
     "32k, 8 K/V heads": replace(PROMPTS["32k"], layers=16),
     "32k, 32 K/V heads": replace(PROMPTS["32k"], layers=16, kv_heads=32),
@@ -69,10 +70,16 @@ WAYS: dict[str, Make] = {
     "KVCompCache, auto": lambda config, device, **how: KVCompCache(
         config, device=device, offload="auto", **how
     ),
-    KVCOMP_DEVICE: lambda config, device, **how: KVCompCache(
-        config, device=device, offload=False, **how
+    **dict.fromkeys(
+        (KVCOMP_DEVICE, GRAPHS[0]),
+        lambda config, device, **how: KVCompCache(config, device=device, offload=False, **how),
     ),
-    GRAPHS: lambda config, device, **how: KVCompCache(config, device=device, offload=False, **how),
+    **dict.fromkeys(
+        (LOSSLESS_TILES, GRAPHS[1]),
+        lambda config, device, **how: KVCompCache(
+            config, device=device, offload=False, **{**how, "coder": "lossless"}
+        ),
+    ),
     "QuantizedCache, quanto, 4 bits": lambda config, device: QuantizedCache(
         "quanto", config, nbits=4
     ),
@@ -213,7 +220,7 @@ def _take_turn(
             how = {**how, "reserve_tokens": case.tokens + n}
         cache = WAYS[way](model.config, device, **(how if way.startswith("KVComp") else {}))
         chunk_tokens = LARGE_CHUNK_TOKENS if large else case.tokens
-        request = _request(model, cache, ids, chunk_tokens, n, warm, graphs=way == GRAPHS)
+        request = _request(model, cache, ids, chunk_tokens, n, warm, graphs=way in GRAPHS)
     except (ImportError, RuntimeError, TypeError, ValueError) as error:
         # Backends that are missing say so by one of these, and memory that runs out.
         found.problem = str(error).splitlines()[0] if str(error) else type(error).__name__
@@ -286,13 +293,12 @@ def _captured(
     """Return what replays a step of ids ``[B, 1]``; its logits last until the next one."""
     ids = ids.clone()
     at = torch.full_like(ids, cache.get_seq_length())
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with steps.capture() as captured:
         logits: torch.Tensor = model(ids, position_ids=at, past_key_values=cache).logits
 
     def step(new: torch.Tensor) -> torch.Tensor:
         ids.copy_(new)
-        steps.replay(graph)
+        captured.replay()
         at.add_(1)
         return logits
 

@@ -30,7 +30,7 @@ from .scores import (
 )
 from .selection import Selection, Take
 from .tile_plans import QUERIES, TileOptions, TilePlans
-from .token_steps import StepCount, StepCounts, TokenSteps
+from .token_steps import StepCount, TokenSteps
 from .words import Words
 
 __all__ = [
@@ -53,7 +53,6 @@ __all__ = [
     "RawTokens",
     "Selection",
     "StepCount",
-    "StepCounts",
     "Take",
     "TileOptions",
     "TilePlans",

@@ -13,11 +13,6 @@ from ..engine.kernels.cuda.prepared_attention import PreparedAttention, Prepared
 from ..engine.kernels.spans import MAX_ROWS, OwnTokens, RawRun, Span
 from .history import PackedHistory
 
-#: Counts that one tensor holds.
-COUNTS = 1024
-#: What `StepCount.close` leaves: replays take one from it each.
-CLOSED = -(1 << 30)
-
 
 class Reads(Protocol):
     """What attention reads of a layer whose packed tokens remain as they are."""
@@ -41,43 +36,13 @@ class Reads(Protocol):
         ...
 
 
-class StepCounts:
-    """Memory of a device for the counts of blocks of steps, each of which has one of its own.
-
-    A graph that is replayed behind its block still finds its count, which is closed. So they live
-    as long as this does.
-
-    Parameters
-    ----------
-    device : torch.device
-        The device.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._all: list[torch.Tensor] = []
-        self._left: list[torch.Tensor] = []
-
-    def __reduce__(self) -> tuple[type[StepCounts], tuple[torch.device]]:
-        return StepCounts, (self.device,)  # counts belong to the graphs of a process
-
-    def new(self, room: int) -> StepCount:
-        """Return a new count, of which `room` tokens are missing."""
-        if not self._left:
-            with torch.inference_mode(False):
-                tensor = torch.full((COUNTS,), CLOSED, dtype=torch.int32, device=self.device)
-            self._all.append(tensor)
-            self._left = [tensor[i : i + 1] for i in range(COUNTS)]
-        return StepCount(self._left.pop(), room)
-
-
 class StepCount:
     """How many of the tokens that there is room for are missing, in device memory.
 
     Parameters
     ----------
-    short_by : torch.Tensor
-        int32 ``[1]``.
+    device : torch.device
+        The device.
     room : int
         Tokens of a sequence that there is room for.
 
@@ -89,8 +54,10 @@ class StepCount:
         As given.
     """
 
-    def __init__(self, short_by: torch.Tensor, room: int) -> None:
-        self.short_by, self.room = short_by, room
+    def __init__(self, device: torch.device, room: int) -> None:
+        with torch.inference_mode(False):
+            self.short_by = torch.zeros(1, dtype=torch.int32, device=device)
+        self.room = room
         self.step()  # loads the kernel, which a capture is not to do
         self.set(0)
 
@@ -99,12 +66,12 @@ class StepCount:
         self.short_by.sub_(1)
 
     def set(self, tokens: int) -> None:
-        """Set how many tokens are there."""
+        """Set how many tokens are there; of more than there is room for none is written."""
         self.short_by.fill_(self.room - tokens)
 
-    def close(self) -> None:
-        """Let no step write any more."""
-        self.short_by.fill_(CLOSED)
+    def raise_pending(self) -> None:
+        """Raise the error of an earlier call on the device, if one is known; waits for nothing."""
+        _gpu_kernels(self.short_by.device)
 
 
 class TokenSteps:
@@ -113,7 +80,7 @@ class TokenSteps:
     What changes from token to token is read from device memory (`StepCount`): so launches can be
     captured in a CUDA graph. Each new token goes to memory that was taken for all of them, and
     attention, which is cut as for all of them, reads those that are there. Nothing is packed
-    meanwhile: until this is dropped the histories must change by `count` alone.
+    meanwhile: until this is dropped the histories must change by `set` alone.
 
     Parameters
     ----------
@@ -128,6 +95,7 @@ class TokenSteps:
     def __init__(self, reads: Reads, histories: Sequence[PackedHistory], steps: StepCount) -> None:
         self._reads, self._steps = reads, steps
         self._tails = [history.unpacked.tail for history in histories]
+        self._before = [tail.length for tail in self._tails]
         k_tail, v_tail = self._tails
         self._ends = k_tail.length + steps.room, v_tail.length + steps.room
         self._length = histories[0].length + steps.room
@@ -221,16 +189,22 @@ class TokenSteps:
         groups, rest = divmod(query_heads, heads)
         if _gpu_kernels(self._device) is None or rest or groups > MAX_ROWS or not batch:
             return
-        self._steps.close()
+        self._steps.set(self._steps.room + 1)
         keys, values = (memory[:, :, :1] for memory in self.memory)
         self.append(keys, values)
         self._steps.set(0)
         self.attend(keys.new_zeros((batch, query_heads, 1, dim)))
 
-    def count(self, tokens: int) -> None:
-        """Take note that the device has put so many tokens more there; fewer if negative."""
-        for tail in self._tails:
-            tail.count(tokens)
+    @property
+    def read_by_graphs(self) -> list[torch.Tensor]:
+        """What launches read and write that no history has."""
+        found = [prepared.arrived for prepared in self._prepared.values()]
+        return found if self._own is None else [*found, *self._own.tensors]
+
+    def set(self, tokens: int) -> None:
+        """Take note of how many tokens the device has put there, in all."""
+        for tail, before in zip(self._tails, self._before, strict=True):
+            tail.count(before + tokens - tail.length)
 
 
 def _gpu_kernels(device: torch.device) -> CudaKernels | None:

@@ -6,7 +6,7 @@
   of full-attention layers lies packed in host memory or on the device.
 - `KVCompCache`: its lossy sister, quantised within an error of attention; with it comes the
   attention function "bitslab", for ``model.set_attn_implementation``. `CapturedSteps` are what its
-  `captured_steps` yields, for decode steps in CUDA graphs.
+  `captured_steps` yields, for decode steps in CUDA graphs, and a `CapturedStep` is one of them.
 - `OffloadCallback`: in ``Trainer(callbacks=[...])``, plans, moves and computes again what training
   keeps for its backward pass.
 - `HeavyHitterSelector`, `InfiniGenSelector`: fetch a part of the history only. `KVSelector` is the
@@ -25,7 +25,7 @@ from bitslab.errors import load_optional
 if TYPE_CHECKING:
     from bitslab.integrations.transformers.activations import OffloadCallback
     from bitslab.integrations.transformers.cache import CompressedCache
-    from bitslab.integrations.transformers.captured_steps import CapturedSteps
+    from bitslab.integrations.transformers.captured_steps import CapturedStep, CapturedSteps
     from bitslab.integrations.transformers.config import BitslabConfig
     from bitslab.integrations.transformers.kvcomp import KVCompCache
     from bitslab.integrations.transformers.quantizer import BitslabQuantizer
@@ -40,6 +40,7 @@ _MODULES = {
     # Both from the module that tells transformers of them.
     "BitslabConfig": "quantizer",
     "BitslabQuantizer": "quantizer",
+    "CapturedStep": "captured_steps",
     "CapturedSteps": "captured_steps",
     "CompressedCache": "cache",
     "HeavyHitterSelector": "selectors",
@@ -52,6 +53,7 @@ _MODULES = {
 __all__ = [
     "BitslabConfig",
     "BitslabQuantizer",
+    "CapturedStep",
     "CapturedSteps",
     "CompressedCache",
     "HeavyHitterSelector",

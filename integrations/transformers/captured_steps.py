@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, Protocol
 
 import torch
@@ -17,19 +18,58 @@ from bitslab.kvcache import MAX_ROWS, StepCount, TokenSteps
 
 
 class Graph(Protocol):
-    """What `CapturedSteps.replay` takes, as `torch.cuda.CUDAGraph`."""
+    """What `recorded` yields, as `torch.cuda.CUDAGraph`."""
 
     def replay(self) -> Any:
         """Run what was captured."""
         ...
+
+    def reset(self) -> Any:
+        """Forget what was captured."""
+        ...
+
+
+class CapturedStep:
+    """A step that was captured by `CapturedSteps.capture`; the only thing that replays it.
+
+    Parameters
+    ----------
+    steps : CapturedSteps
+        Those of the block, which hold whatever the graph reads.
+    """
+
+    def __init__(self, steps: CapturedSteps) -> None:
+        self._steps = steps
+        self._graph: Graph | None = None
+        self._passes = 0  # that have begun within the capture
+        self._failed = False  # whether one of them has failed
+
+    def replay(self) -> None:
+        """Run the step on the current stream: one token more of each sequence. Waits for nothing.
+
+        Raises
+        ------
+        BitslabError
+            Behind the block, within a capture, of a capture that did not end well, and when there
+            is no room; also of an earlier call on the GPU, as a damaged tile. Nothing is run then.
+        """
+        self._steps._replay(self._graph)
+
+    def _forget(self) -> None:
+        graph, self._graph = self._graph, None
+        if graph is not None:
+            graph.reset()  # a replay under way goes on to its end
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        return _none, ()  # graphs belong to their process
 
 
 class CapturedSteps:
     """Steps of decoding within ``with cache.captured_steps(...)``, captured or not.
 
     A step is a forward pass of one token a sequence. Within the block the cache takes steps alone:
-    where a CUDA graph is being captured it records one, which each replay runs again behind the
-    tokens that are there by then; else it runs one, and counts it.
+    within `capture` one is recorded, which each replay runs again behind the tokens that are there
+    by then; else it is run, and counted.
 
     Parameters
     ----------
@@ -58,17 +98,21 @@ class CapturedSteps:
         query_heads: int | None = None,
     ) -> None:
         self.tokens, self.room = 0, count.room
-        self._count = count
+        self._count, self._first_valid = count, first_valid
         self._layers = {i: _StepLayer(i, layer, count, first_valid) for i, layer in layers.items()}
         if query_heads is not None:
             for layer in self._layers.values():
                 layer.steps.load_kernels(query_heads)
-        self._last = max(layers)
-        self._at = self._last  # the layer of the last update
-        self._pass = 0  # the number of the forward pass under way, or the last one
-        self._counted = 0  # the last one whose token counts
-        self._in_capture = False  # whether the last one was recorded, not run
-        self._ahead = False  # whether the device counts a token of a pass that may have failed
+        self._order = sorted(layers)
+        first = layers[self._order[0]]
+        self._length = first.get_seq_length()  # before the block
+        self._link = first.histories[0].words.link  # on one device all have one
+        self._seen: list[int] = []  # the layers of the forward pass under way
+        self._pass = 0  # its number, or that of the last one
+        self._began = 0  # the tokens before it
+        self._ahead = False  # whether the device may count other tokens than the host
+        self._recording: CapturedStep | None = None  # whose capture is under way
+        self._captured: list[CapturedStep] = []
         self._open = True
 
     @property
@@ -76,55 +120,87 @@ class CapturedSteps:
         """Tokens of a sequence that the cache can still take within the block."""
         return self.room - self.tokens
 
-    # Steps
+    # Captured steps
 
-    def replay(self, graph: Graph, tokens: int = 1) -> None:
-        """Replay a graph on the current stream, and count its tokens.
+    @contextmanager
+    def capture(self, **options: Any) -> Iterator[CapturedStep]:
+        """Capture one forward pass, and what else is launched, in a CUDA graph; nothing is run.
 
         Parameters
         ----------
-        graph : torch.cuda.CUDAGraph
-            In which steps were captured within this block.
-        tokens : int
-            How many steps it has.
+        options
+            Of `torch.cuda.graph`: ``pool``, ``stream`` and ``capture_error_mode``.
+
+        Yields
+        ------
+        CapturedStep
+            Its `replay` runs the step, once the capture is over.
 
         Raises
         ------
         BitslabError
-            When there is no room for them, or the block has been left; nothing is replayed then.
+            Behind the block, within a capture, and where no forward pass, not all layers of one or
+            more than one were captured. After any error the cache is as it was.
         """
-        self._check_room("replay()", tokens)
-        if self._ahead:
-            self._resume()
-        else:
-            self._take_turn()
-        self._pass += 1  # no pass before is undone any more
-        graph.replay()
-        self._add(tokens)
-
-    def replayed(self, tokens: int = 1) -> None:
-        """Count tokens of steps that were replayed by other means than `replay`.
-
-        Parameters
-        ----------
-        tokens : int
-            How many of a sequence.
-
-        Raises
-        ------
-        BitslabError
-            When there was no room for them: nothing was overwritten, and the cache holds the tokens
-            that it held before these replays; or when the block has been left.
-        """
+        device = self._count.short_by.device
+        self._check_open("capture()")
+        if self._recording is not None or capturing(device):
+            raise BitslabError("capture(): within another capture, which is to end before")
+        step = CapturedStep(self)
         try:
-            self._check_room("replayed()", tokens)
-        except BitslabError:
-            if self._open:
-                self._resume()
+            self._recording, self._seen = step, []
+            self._pass += 1
+            with recorded(device, **options) as graph:
+                step._graph = graph
+                yield step
+            self._check_open("capture()")
+            if step._passes != 1 or self._seen or step._failed:
+                partly = ", not all of them whole," if self._seen or step._failed else ""
+                raise BitslabError(
+                    f"capture(): {step._passes} forward passes{partly} were captured; a step is "
+                    "one, of the model with this cache"
+                )
+            self._captured.append(step)
+        except BaseException:
+            step._forget()
             raise
+        finally:
+            self._recording, self._seen = None, []
+
+    def check_length(self) -> None:
+        """Raise within a capture, where the model asks how many tokens are there."""
+        if self._recording is not None:
+            raise BitslabError(
+                "get_seq_length(): a capture would keep this number for all replays; pass the "
+                "model position_ids, in memory on the device to which you write the positions of "
+                "each step"
+            )
+
+    def _replay(self, graph: Graph | None) -> None:
+        """Replay the graph of a step, and count its token."""
+        self._check_room("replay()")
+        if graph is None:
+            raise BitslabError(
+                "replay(): the capture of this step has not ended, or by an error; capture it anew"
+            )
+        if self._recording is not None or capturing(self._count.short_by.device):
+            raise BitslabError("replay(): within a capture; it is to end before")
+        self.raise_pending()
         self._take_turn()
-        self._pass += 1
-        self._add(tokens)
+        if self._ahead:
+            self._count.set(self.tokens)
+        self._ahead = True
+        self._pass += 1  # no pass before is undone any more
+        self._seen, self._began = [], self.tokens
+        try:
+            graph.replay()
+            self._set(self.tokens + 1)
+        except BaseException:
+            self._set(self._began)
+            raise
+        self._ahead = False
+
+    # Forward passes
 
     def update(
         self, layer_idx: int, key_states: torch.Tensor, value_states: torch.Tensor
@@ -136,67 +212,88 @@ class CapturedSteps:
         ArgumentError, ArgumentTypeError
             For more than one token, and K and V that do not continue those that are there.
         BitslabError
-            When there is no room for a token. After any error outside of a capture the cache is as
-            it was before the forward pass.
+            When there is no room for a token, and within a capture other than by `capture`. After
+            any error the cache is as it was before the forward pass.
         """
         self._check_open("update()")
         layer = self._layers[layer_idx]
-        under_way = layer_idx > self._at
+        under_way = bool(self._seen) and layer_idx > self._seen[-1]
         try:
+            self._check_capture()
             layer.check(key_states, value_states)
             if not under_way:
                 self._begin()
                 under_way = True
-            self._at = layer_idx
+            self._seen.append(layer_idx)
             update = layer.update(key_states, value_states)
-            if layer_idx == self._last and not self._in_capture:
-                self._add(1)
-                self._counted, self._ahead = self._pass, False
+            length = self._length + self.tokens + 1
+            if layer_idx == self._order[-1]:
+                self._end()
         except BaseException:
             if under_way:
                 self._undo(self._pass)
             raise
         update.undo = partial(self._undo, self._pass)
-        length = layer.layer.get_seq_length()  # with this token, where it was run and counted
         return KVHandle(update, 0, key_states, length), KVHandle(update, 1, value_states, length)
 
     def _begin(self) -> None:
         """Begin a forward pass: let the device count its token."""
-        self._check_room("update()", 1)
+        self._check_room("update()")
         self._pass += 1
-        self._in_capture = capturing(self._count.short_by.device)
-        if self._in_capture:
+        self._seen, self._began = [], self.tokens
+        if self._recording is not None:
+            self._recording._passes += 1
             self._count.step()
-        else:
-            self._take_turn()
-            self._ahead = True
-            self._count.set(self.tokens + 1)
+            return
+        self._take_turn()
+        self._ahead = True
+        self._count.set(self.tokens + 1)
+
+    def _end(self) -> None:
+        """End a forward pass with its last layer: count its token."""
+        if self._seen != self._order:
+            raise BitslabError(
+                f"update(): a forward pass of layers {self._seen}, this cache has {self._order}"
+            )
+        if self._recording is None:
+            self._set(self.tokens + 1)
+            self._ahead = False
+        self._seen = []
 
     def _undo(self, number: int) -> None:
-        """Undo a forward pass that was run, if it is the last one."""
-        if number != self._pass or self._in_capture or not self._open:
+        """Undo a forward pass, if it is the last one; the device hears of it at the next use."""
+        if number != self._pass or not self._open:
             return
-        if self._counted == number:
-            self._add(-1)
         self._pass += 1
-        self._at = self._last
-        self._resume()
+        self._seen = []
+        if self._recording is not None:
+            self._recording._failed = True  # to be discarded, whoever catches the error
+            return
+        self._ahead = True
+        self._set(self._began)
 
-    def _resume(self) -> None:
-        """Let the device count the tokens that are there."""
-        self._take_turn()
-        self._count.set(self.tokens)
-        self._ahead = False
+    def _set(self, tokens: int) -> None:
+        """Set the tokens of all layers."""
+        for each in self._layers.values():
+            each.set(tokens)
+        self.tokens = tokens
 
-    def _check_room(self, what: str, tokens: object) -> None:
-        """Raise unless there is room for so many tokens more."""
-        self._check_open(what)
-        n = checked_tokens(tokens)
-        if n > self.left:
+    def _check_capture(self) -> None:
+        """Raise within a capture that is not this block's, and outside of it on another stream."""
+        if capturing(self._count.short_by.device) != (self._recording is not None):
             raise BitslabError(
-                f"{what}: {n} more tokens, room is left for {self.left} of the {self.room} of "
-                f"captured_steps({self.room}); leave the block, which packs what is due, and "
-                "capture steps anew in another one"
+                "update(): a CUDA graph is being captured by other means than steps.capture(), or "
+                "on another stream; capture steps by `with steps.capture() as step:`, of the steps "
+                "that captured_steps() yields, and replay them by step.replay()"
+            )
+
+    def _check_room(self, what: str) -> None:
+        """Raise unless there is room for a token more."""
+        self._check_open(what)
+        if self.left < 1:
+            raise BitslabError(
+                f"{what}: no room is left of captured_steps({self.room}); leave the block, which "
+                "packs what is due, and capture steps anew in another one"
             )
 
     def _check_open(self, what: str) -> None:
@@ -206,27 +303,33 @@ class CapturedSteps:
                 "that its graphs write to is no longer theirs; capture them anew in another one"
             )
 
-    def _add(self, tokens: int) -> None:
-        self.tokens += tokens
-        for each in self._layers.values():
-            each.steps.count(tokens)
-            each.layer.count_steps(tokens)
-
     def _take_turn(self) -> None:
         """Order the current stream behind what the histories did on another one."""
-        histories = self._layers[self._last].layer.histories
-        histories[0].take_turn()  # on one device all have one link
-        if histories[0].words.link.several_streams:
+        self._link.take_turn()
+        if self._link.several_streams:
             for each in self._layers.values():
                 for history in each.layer.histories:
                     history.take_turn()
 
+    def raise_pending(self) -> None:
+        """Raise the error of an earlier call on the GPU, if one is known; waits for nothing."""
+        self._count.raise_pending()
+
     def close(self) -> None:
-        """Let graphs that are replayed from now on write nothing."""
-        self._take_turn()
+        """End the block: drop its graphs, and what they read."""
         self._open = False
-        self._count.close()
-        self._layers = {}  # nobody keeps the memory of tokens by keeping this
+        try:
+            self._take_turn()  # behind the replays
+            self._set(self.tokens)  # of all layers alike, whatever has failed
+        finally:
+            for step in self._captured:
+                step._forget()
+        # What no history keeps for the streams that take turns.
+        kept = [t for each in self._layers.values() for t in each.steps.read_by_graphs]
+        if self._first_valid is not None:
+            kept.append(self._first_valid)
+        self._link.keep_for_turn(self._count.short_by, *kept)
+        self._layers, self._captured, self._first_valid = {}, [], None
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _none, ()  # a copy of a cache is in no block
@@ -255,6 +358,15 @@ class _StepLayer:
         self.layer, self._first_valid = layer, first_valid
         self.steps = _opened(number, layer, count)
         self._length = layer.get_seq_length() + count.room
+        self._before = layer.packed_passes, layer.there_tokens, layer.read_tokens
+
+    def set(self, tokens: int) -> None:
+        """Set how many tokens were taken within the block, and what the layer counts of them."""
+        layer, (passes, there, read) = self.layer, self._before
+        new = tokens * layer.packed_tokens
+        self.steps.set(tokens)
+        layer.packed_passes = passes + tokens
+        layer.there_tokens, layer.read_tokens = there + new, read + new
 
     def update(self, keys: torch.Tensor, values: torch.Tensor) -> LayerUpdate:
         """Append K and V ``[B, H, 1, D]``, and return what attention reads."""
@@ -321,6 +433,24 @@ class _StepLayer:
 def capturing(device: torch.device) -> bool:
     """Return whether what is launched on a device is recorded, not run."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@contextmanager
+def recorded(device: torch.device, **options: Any) -> Iterator[Graph]:
+    """Capture what is launched in a CUDA graph, by `torch.cuda.graph` and its options."""
+    if device.type != "cuda":
+        raise BitslabError(f"capture(): CUDA graphs are of GPUs, this cache is on {device}")
+    graph = torch.cuda.CUDAGraph()
+    if options.get("stream") is None:
+        options["stream"] = _stream_of(device)
+    with torch.cuda.graph(graph, **options):
+        yield graph
+
+
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """Return the stream for captures: torch's own one is of the device that captured first."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def checked_tokens(tokens: object) -> int:

@@ -30,7 +30,7 @@ from bitslab.integrations.transformers.packed_cache import (
     exported_as_constant,
 )
 from bitslab.integrations.transformers.selectors import KVSelector
-from bitslab.kvcache import Commit, Offload, StepCounts, TileOptions, check_options
+from bitslab.kvcache import Commit, Offload, StepCount, TileOptions, check_options
 
 #: Multiples of it, without their whole part, lie evenly between 0 and 1 however many they are.
 _GOLDEN = (5**0.5 - 1) / 2
@@ -218,7 +218,6 @@ class KVCompCache(PackedCache):
         if self._packed:
             self._layer(max(self._packed)).attended = histories.learn_ahead
         self._updated: int | None = None  # the layer whose last tokens are to be packed
-        self._step_counts: StepCounts | None = None
 
     def _check_layers(self, packed: list[int]) -> None:
         if self.selector is not None:
@@ -251,30 +250,31 @@ class KVCompCache(PackedCache):
     def captured_steps(
         self, tokens: int, *, attention_mask: torch.Tensor | None = None
     ) -> Iterator[CapturedSteps]:
-        """Make room for so many tokens, so that forward passes can be captured in a CUDA graph.
+        """Make room for so many tokens, so that forward passes can be captured in CUDA graphs.
 
-        Within the block each forward pass has one token of each sequence. One that is captured is
-        run by each replay, behind the tokens that are there by then; others run at once. Nothing is
-        packed before the block is left, which packs what is due.
+        Within the block each forward pass has one token of each sequence. One that `capture` has
+        recorded is run by each `replay`, behind the tokens that are there by then; others run at
+        once. Nothing is packed before the block is left, which packs what is due.
 
         Parameters
         ----------
         tokens : int
             Tokens of a sequence that the block takes at the most.
         attention_mask : torch.Tensor, optional
-            ``[B, T]`` of all tokens that are there, where some are padding, on the left. The model
-            is given no mask within the block, but ``position_ids``, which the caller writes to.
+            ``[B, T]`` of all tokens that are there; needed where some are padding, on the left.
+            The model is given no mask within the block, but ``position_ids``, which the caller
+            writes to.
 
         Yields
         ------
         CapturedSteps
-            `replay` and `replayed` tell the cache of its new tokens.
+            `capture` records a step, whose `replay` runs it.
 
         Raises
         ------
         ArgumentError, ArgumentTypeError
-            For arguments out of range, and a cache whose options keep its tokens from being read in
-            replays: offload other than False, and a selector.
+            For arguments out of range, no mask where tokens are padding, and a cache whose options
+            keep its tokens from being read in replays: offload other than False, and a selector.
         BitslabError
             Within another block or a capture; for a model with another attention function than
             "bitslab", layers of other kinds than full attention, or on several devices; for a layer
@@ -282,20 +282,18 @@ class KVCompCache(PackedCache):
 
         Notes
         -----
-        Graphs are for their block: the memory that they write to is not theirs behind it. There
-        they write nothing, and what they compute is of no use. Warm the model up before a capture,
-        as ever: a step that runs within the block is one of the tokens.
+        Graphs end with their block, as the memory that they write to does. Warm the model up before
+        a capture, as ever: a step that runs within the block is one of the tokens.
 
         Examples
         --------
         ::
 
-            with cache.captured_steps(64) as steps:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
+            with torch.no_grad(), cache.captured_steps(64) as steps:
+                with steps.capture() as step:
                     logits = model(ids, position_ids=at, past_key_values=cache).logits
                 while steps.left:
-                    steps.replay(graph)
+                    step.replay()
                     ids.copy_(logits[:, -1:].argmax(-1))
                     at.add_(1)
         """
@@ -307,6 +305,7 @@ class KVCompCache(PackedCache):
         finally:
             self._steps = None
             steps.close()
+        steps.raise_pending()
         for i in self._packed:
             self._layer(i).pack_due()
 
@@ -342,6 +341,15 @@ class KVCompCache(PackedCache):
                 "captured_steps(): attention decodes K and V, which no replay can do; call "
                 f'model.set_attn_implementation("{NAME}")'
             )
+        for layer in layers.values():  # behind what they did on another stream
+            for history in layer.histories:
+                history.take_turn()
+        if mask is None and any(layer.padded for layer in layers.values()):
+            raise ArgumentError(
+                "attention_mask: None, but the cache holds padding, which attention would see; "
+                "pass the mask of all its tokens, [B, T] (ones, where sequences with padding are "
+                "gone)"
+            )
         layer = layers[min(layers)]
         first_valid = first_valid_of(mask, layer.batch, layer.get_seq_length(), device)
         self._histories.finish_learning()
@@ -353,10 +361,24 @@ class KVCompCache(PackedCache):
             for history in layer.histories:
                 while history.packs:  # a single block, which no queue has
                     history.pack_on(wait=True)
-        if self._step_counts is None or self._step_counts.device != device:
-            self._step_counts = StepCounts(device)
-        count = self._step_counts.new(tokens)
+        count = StepCount(device, tokens)
         return CapturedSteps(layers, count, first_valid, self._hands.query_heads)
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens of a layer.
+
+        Raises
+        ------
+        BitslabError
+            Within `CapturedSteps.capture`, for a model that was given no ``position_ids``.
+        """
+        if self._steps is not None:
+            self._steps.check_length()
+        return super().get_seq_length(layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return the number of tokens of a layer, as masks ask for it."""
+        return super().get_seq_length(layer_idx)
 
     def change_layers(
         self, prepare: Callable[[CompressedLayer], Commit], plain: Callable[[Any], None]

@@ -85,7 +85,8 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         Called once an update has been attended to: in the last layer of a model.
     """
 
-    measured_without: frozenset[str] = frozenset()  # of layers that were pickled without it
+    measured_without: frozenset[str] = frozenset()  # of layers that were pickled without them
+    _padding: Padding | None = None  # that attention to the last update had
 
     def __init__(
         self,
@@ -116,7 +117,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         self._waits = False  # tokens of the last update are to be packed
         self._new_tokens = 0  # in that update
         self._queries: _LastQueries | None = None
-        self._padding: Padding | None = None  # that attention to the last update had
+        self._padding = None
         self.measured_without = frozenset()
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -369,12 +370,11 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         """Attention to the tokens as they are packed; None before the first."""
         return self._attention
 
-    def count_steps(self, n: int) -> None:
-        """Count forward passes of steps that were run; fewer if negative."""
-        there = n * self.packed_tokens
-        self.packed_passes += n
-        self.there_tokens += there
-        self.read_tokens += there
+    @property
+    def padded(self) -> bool:
+        """Whether tokens of some sequences are known to be padding."""
+        found = self.histories[0].unpacked.own_first, self._padding
+        return any(each is not None and each.last for each in found)
 
     # Changes
 

@@ -45,6 +45,10 @@ class Steps(Protocol):
         """Append the K and V of a layer, and return all of its K and V."""
         ...
 
+    def check_length(self) -> None:
+        """Raise where the number of tokens must not be asked for."""
+        ...
+
 
 class PackedCache(DynamicCache, SelfAttentionCache):
     """A K/V cache whose full-attention layers are packed; layers of other kinds are transformers'.
@@ -160,8 +164,8 @@ class PackedCache(DynamicCache, SelfAttentionCache):
                 self._to_undo = current
             raise BitslabError(
                 "update(): a CUDA graph is being captured; a packed cache grows with each token, "
-                "which no replay can follow. Capture steps within KVCompCache.captured_steps(), or "
-                "with transformers' StaticCache"
+                "which no replay can follow. Capture steps by steps.capture() within "
+                "KVCompCache.captured_steps(), or with transformers' StaticCache"
             )
         if self._to_undo is not None:
             self._undo_captured()

@@ -452,7 +452,7 @@ def test_a_prepared_call_leaves_what_it_counts_as_it_was():
     runs = [Run.of(*each)[0] for each in raw]
     found = [prepared(query, runs, 300) for _ in range(3)]
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
-    assert not prepared._arrived.any()
+    assert not prepared.arrived.any()
     assert {kernel for _, kernel in runner.launched} == {"attend_tiles"}
     assert len(runner.launched) == 3 and runner.grids[0][0] > 4  # splits of each head
     expected = twin(query, [span], raw, computed_in=torch.float64, length=300, scaling=0.2)

@@ -249,4 +249,4 @@ def test_prepared_calls_on_two_streams_and_again_and_again():
                 found.append(each(q, runs, 1500))
         torch.cuda.synchronize()
         assert torch.equal(found[0], first[0]) and torch.equal(found[1], first[1])
-    assert not any(each._arrived.any() for each in prepared)
+    assert not any(each.arrived.any() for each in prepared)

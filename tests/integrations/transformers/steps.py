@@ -2,7 +2,7 @@
 
 On the CPU nothing is captured. What stands for a graph there runs a forward pass at each replay, as
 if it were being captured: so the tokens go where the count in device memory says, which such a step
-lowers by itself, and the cache hears of them as of those of a graph.
+lowers by itself, and the cache counts them as those of a graph.
 """
 
 from __future__ import annotations
@@ -136,20 +136,53 @@ def pair(model: Any, batch: int = 1, padding: int = 0, **options: Any) -> list[D
 
 
 class Imitation:
-    """What stands for a graph on the CPU: see above.
+    """What stands for a graph on the CPU, in which a step is captured at once: see above.
 
     Parameters
     ----------
-    step : callable
-        What would be captured.
+    steps : CapturedSteps
+        Of the block.
+    run : callable
+        What is captured.
+
+    Attributes
+    ----------
+    step : CapturedStep
+        Its `replay` is what calls that of this graph.
+    logits : torch.Tensor
+        What the last replay returned.
+    resets : int
+        How often the graph was reset.
     """
 
-    def __init__(self, step: Callable[[], torch.Tensor], patch: pytest.MonkeyPatch) -> None:
-        self._step, self._patch = step, patch
-        self.logits = torch.empty(0)
+    def __init__(
+        self, steps: Any, run: Callable[[], torch.Tensor], patch: pytest.MonkeyPatch
+    ) -> None:
+        self._steps, self._run, self._patch = steps, run, patch
+        self.logits, self.resets = torch.empty(0), 0
+        with patch.context() as patched:
+            patched.setattr(captured_steps, "recorded", self._recorded)
+            with steps.capture() as self.step:
+                run()
+
+    @contextmanager
+    def _recorded(self, device: torch.device) -> Iterator[Imitation]:
+        count = self._steps._count.short_by
+        before = count.clone()
+        with self._patch.context() as patch:
+            patch.setattr(captured_steps, "capturing", lambda device: True)
+            try:
+                yield self
+            finally:
+                count.copy_(before)
 
     def replay(self) -> None:
         """Run it as if it were captured and replayed."""
         with self._patch.context() as patch:
             patch.setattr(captured_steps, "capturing", lambda device: True)
-            self.logits = self._step()
+            patch.setattr(self._steps, "_recording", captured_steps.CapturedStep(self._steps))
+            self.logits = self._run()
+
+    def reset(self) -> None:
+        """Take note of it."""
+        self.resets += 1

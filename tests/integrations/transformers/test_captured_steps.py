@@ -5,22 +5,23 @@ test_gpu_captured_steps.py captures and replays graphs.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
+import weakref
 from typing import Any
 
 import pytest
 import torch
 
-from bitslab import ArgumentError, ArgumentTypeError, BitslabError
-from bitslab.integrations.transformers import HeavyHitterSelector, KVCompCache
-from bitslab.kvcache import token_steps
+from bitslab import ArgumentError, ArgumentTypeError, BitslabError, CorruptedDataError
+from bitslab.integrations.transformers import HeavyHitterSelector, KVCompCache, captured_steps
+from bitslab.kvcache import PackedHistory, token_steps
 from tests.integrations.transformers.models import prompt_of
 from tests.integrations.transformers.steps import (
     BLOCK,
     PROMPT,
     SIZES,
-    WINDOW,
     Decoding,
     Imitation,
     pack,
@@ -40,12 +41,12 @@ def compared(name: str, batch: int, padding: int, imitates: Any, **options: Any)
         plain.eager(n)
         pack(plain.cache)
         with stepped.steps(room) as steps:
-            graph = None if imitates is None else Imitation(stepped.forward, imitates)
+            graph = None if imitates is None else Imitation(steps, stepped.forward, imitates)
             for i in range(n):
                 if graph is None or i == 3:  # any mixture of both
                     stepped.take(stepped.forward())
                 else:
-                    steps.replay(graph)
+                    graph.step.replay()
                     stepped.take(graph.logits)
                 assert (steps.tokens, steps.left) == (i + 1, room - i - 1)
                 assert stepped.cache.get_seq_length() == plain.cache.get_seq_length() - n + i + 1
@@ -79,6 +80,21 @@ def test_counts_are_those_of_forward_passes(monkeypatch: pytest.MonkeyPatch) -> 
     assert ours["packed_passes"] == 2 * (2 * BLOCK + 5) and not ours["dense_passes"]
 
 
+def test_lossless_tiles_are_read_by_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = stepped_model("llama", dtype=torch.bfloat16)
+    plain, stepped = pair(model, batch=2, coder="lossless")
+    plain.eager(6)
+    with stepped.steps(8) as steps:
+        graph = Imitation(steps, stepped.forward, monkeypatch)
+        for wanted in plain.tokens():
+            graph.step.replay()
+            stepped.take(graph.logits)
+            stepped.ids.copy_(wanted[:, None])
+    found, expected = stepped.all_logits().float(), plain.all_logits().float()
+    assert (found - expected).norm() < 0.05 * expected.norm()
+    assert stepped.cache.stats()["packed_passes"] == 2 * 6
+
+
 @pytest.mark.parametrize("padding", [0, 41])
 @pytest.mark.parametrize("captures", [False, True], ids=["run", "captured"])
 def test_launches_of_a_gpu_are_the_same_for_each_token(
@@ -94,12 +110,12 @@ def test_launches_of_a_gpu_are_the_same_for_each_token(
     expected = ["append_token", *["attend_tiles"] * (2 if padding else 1)] * 2
     with stepped.steps(20) as steps:
         assert [kernel for _, kernel in runner.launched] == expected  # before any capture
-        graph = Imitation(stepped.forward, monkeypatch)
+        graph = Imitation(steps, stepped.forward, monkeypatch)
         launched = []
         for _ in range(5):
             runner.launched.clear()
             runner.grids.clear()
-            steps.replay(graph)
+            graph.step.replay()
             stepped.take(graph.logits)
             launched.append((list(runner.launched), list(runner.grids)))
     assert all(each == launched[0] for each in launched)
@@ -119,9 +135,9 @@ def test_the_cache_goes_on_as_if_tokens_had_come_by_forward_passes(
     both = pair(model, batch=3)
     both[0].eager(20)
     with both[1].steps(32) as steps:
-        graph = Imitation(both[1].forward, monkeypatch)
+        graph = Imitation(steps, both[1].forward, monkeypatch)
         for _ in range(20):
-            steps.replay(graph)
+            graph.step.replay()
             both[1].take(graph.logits)
     for each in both:
         cache = each.cache
@@ -154,9 +170,9 @@ def test_a_copy_within_a_block_is_in_none(monkeypatch: pytest.MonkeyPatch) -> No
     stepped, plain = pair(stepped_model("llama"))
     plain.eager(5)
     with stepped.steps(8) as steps:
-        graph = Imitation(stepped.forward, monkeypatch)
+        graph = Imitation(steps, stepped.forward, monkeypatch)
         for _ in range(5):
-            steps.replay(graph)
+            graph.step.replay()
             stepped.take(graph.logits)
         for copied in (copy.deepcopy(stepped.cache), pickle.loads(pickle.dumps(stepped.cache))):
             assert copied.get_seq_length() == PROMPT + 5
@@ -169,74 +185,257 @@ def test_a_copy_within_a_block_is_in_none(monkeypatch: pytest.MonkeyPatch) -> No
         assert steps.left == 3
 
 
-def test_no_token_is_put_behind_the_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither by a replay that the cache is asked for, nor by those that it hears of too late."""
+def test_a_step_without_room_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     stepped, plain = pair(stepped_model("llama"))
     plain.eager(4)
     with stepped.steps(4) as steps:
-        graph = Imitation(stepped.forward, monkeypatch)
-        for _ in range(3):
-            steps.replay(graph)
+        graph = Imitation(steps, stepped.forward, monkeypatch)
+        for _ in range(4):
+            graph.step.replay()
             stepped.take(graph.logits)
-        tails = [h.unpacked.tail.memory for x in stepped.cache.layers for h in x.histories]
-        before = [tail.clone() for tail in tails]
-        ids, at = stepped.ids.clone(), stepped.at.clone()
-        for _ in range(3):
-            graph.replay()
-        for tail, then in zip(tails, before, strict=True):
-            same = tail.view(torch.int32) == then.view(torch.int32)  # what is not there may be NaN
-            same = same.all(-1).all(0).all(0)  # of each token
-            assert same.sum() == same.shape[0] - 1 and not same[WINDOW + 3]
-        with pytest.raises(BitslabError, match=r"replayed\(\): 3 more tokens, room is left for 1 "):
-            steps.replayed(3)
-        assert stepped.cache.get_seq_length() == PROMPT + 3
-        assert torch.equal(stepped.ids, ids) and torch.equal(stepped.at, at)
-        steps.replay(graph)  # goes on where the cache is
-        stepped.take(graph.logits)
-        with pytest.raises(BitslabError, match=r"replay\(\): 1 more tokens, room is left for 0 of"):
-            steps.replay(graph)
-        with pytest.raises(BitslabError, match=r"update\(\): 1 more tokens, room is left for 0"):
-            stepped.forward()
+        for call in (graph.step.replay, stepped.forward):
+            with pytest.raises(BitslabError, match=r"no room is left of captured_steps\(4\)"):
+                call()
+        with pytest.raises(BitslabError, match="no room is left"):
+            Imitation(steps, stepped.forward, monkeypatch)
+        assert stepped.cache.get_seq_length() == PROMPT + 4
     assert torch.equal(stepped.tokens(), plain.tokens())
     assert torch.allclose(stepped.all_logits(), plain.all_logits(), rtol=1e-4, atol=1e-4)
 
 
-def test_replays_behind_the_block_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_end_with_their_block(monkeypatch: pytest.MonkeyPatch) -> None:
     stepped = Decoding(stepped_model("llama"))
     with stepped.steps(8) as steps:
-        graph = Imitation(stepped.forward, monkeypatch)
-        steps.replay(graph)
-        found = [layer.steps for layer in steps._layers.values()]
-        memory = [each.memory for each in found]
-        count = steps._count.short_by
-        kept = [[t.view(torch.int32).clone() for t in both] for both in memory]  # some is no number
-    for _ in range(3):
-        # What a graph does that was captured then.
-        count.sub_(1)
-        for i, each in enumerate(found):
-            each.append(*(torch.ones(1, 2, 1, 16) for _ in "kv"))
-            for now, before in zip(memory[i], kept[i], strict=True):
-                assert torch.equal(now.view(torch.int32), before)
-    for call in (lambda: steps.replay(graph), steps.replayed):
-        with pytest.raises(BitslabError, match="has been left, and the memory"):
-            call()
-    assert stepped.cache.get_seq_length() == PROMPT + 1
-    with stepped.steps(8) as another:
-        assert another._count.short_by.data_ptr() != count.data_ptr()
+        graphs = [Imitation(steps, stepped.forward, monkeypatch) for _ in range(2)]
+        for graph in graphs:
+            graph.step.replay()
+            assert not graph.resets
+        kept = [weakref.ref(layer.steps) for layer in steps._layers.values()]
+        count = weakref.ref(steps._count)
+        assert copy.deepcopy(graphs[0].step) is None
+    with stepped.steps(8):
+        for graph in graphs:
+            assert graph.resets == 1
+            with pytest.raises(BitslabError, match="has been left, and the memory"):
+                graph.step.replay()
+        with pytest.raises(BitslabError, match="has been left"):
+            Imitation(steps, stepped.forward, monkeypatch)
+    assert stepped.cache.get_seq_length() == PROMPT + 2
+    assert not any(each() for each in kept)
+    del steps, graphs, graph
+    assert count() is None
 
 
-def test_tokens_that_were_replayed_elsewhere_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    stepped, plain = pair(stepped_model("llama"), batch=2)
-    plain.eager(6)
-    with stepped.steps(6) as steps:
-        graph = Imitation(stepped.forward, monkeypatch)
-        for _ in range(6):
-            graph.replay()
+def test_captures_that_are_no_single_step_are_discarded(monkeypatch: pytest.MonkeyPatch) -> None:
+    stepped, plain = pair(stepped_model("llama"))
+    plain.eager(3)
+    layer = stepped.cache.layers[1]
+
+    def twice() -> torch.Tensor:
+        stepped.forward()
+        return stepped.forward()
+
+    def caught() -> torch.Tensor:
+        with monkeypatch.context() as patch, contextlib.suppress(RuntimeError):
+            fail_at("attention", 0, stepped.model, stepped.cache, patch)
+            stepped.forward()
+        return torch.empty(0)
+
+    def again() -> torch.Tensor:
+        with monkeypatch.context() as patch, contextlib.suppress(RuntimeError):
+            fail_at("model", 0, stepped.model, stepped.cache, patch)
+            stepped.forward()
+        return stepped.forward()
+
+    def in_part() -> torch.Tensor:
+        key: torch.Tensor = layer.histories[0].tail[:, :, :1]
+        stepped.cache.update(key, key, 0)
+        return key
+
+    with stepped.steps(3) as steps:
+        stepped.take(stepped.forward())
+        for run in (twice, caught, again, in_part, lambda: torch.empty(0)):
+            with pytest.raises(BitslabError, match=r"capture\(\): .* were captured"):
+                Imitation(steps, run, monkeypatch)
+        with monkeypatch.context() as patch, pytest.raises(BitslabError, match="of layers "):
+            patch.setattr(steps, "_order", [0, 2, 1])
+            Imitation(steps, stepped.forward, monkeypatch)
+        assert steps.tokens == 1 and stepped.cache.get_seq_length() == PROMPT + 1
+        graph = Imitation(steps, stepped.forward, monkeypatch)
+        for _ in range(2):
+            graph.step.replay()
             stepped.take(graph.logits)
-        assert stepped.cache.get_seq_length() == PROMPT
-        steps.replayed(6)
-        assert stepped.cache.get_seq_length() == PROMPT + 6 and not steps.left
     assert torch.allclose(stepped.all_logits(), plain.all_logits(), rtol=1e-4, atol=1e-4)
+
+
+def test_a_step_is_not_replayed_before_its_capture_has_ended_well(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stepped = Decoding(stepped_model("llama"))
+    found: list[Any] = []
+
+    def within() -> torch.Tensor:
+        found.append(steps._recording)
+        stepped.forward()
+        for call in (found[0].replay, lambda: Imitation(steps, stepped.forward, monkeypatch)):
+            with pytest.raises(BitslabError, match="within a"):
+                call()
+        raise KeyError
+
+    with stepped.steps(3) as steps:
+        with pytest.raises(KeyError):
+            Imitation(steps, within, monkeypatch)
+        with pytest.raises(BitslabError, match="has not ended, or by an error"):
+            found[0].replay()
+        with pytest.raises(BitslabError, match="CUDA graphs are of GPUs"), steps.capture():
+            pass
+        assert steps.tokens == 0
+
+
+def test_updates_in_captures_by_other_means_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    stepped, plain = pair(stepped_model("llama"))
+    plain.eager(3)
+    with stepped.steps(3) as steps:
+        stepped.take(stepped.forward())
+        with monkeypatch.context() as patch:
+            patch.setattr(captured_steps, "capturing", lambda device: True)
+            with pytest.raises(BitslabError, match=r"other means than steps.capture\(\)"):
+                stepped.forward()
+            with pytest.raises(BitslabError, match="within another capture"), steps.capture():
+                pass
+        assert stepped.cache.get_seq_length() == PROMPT + 1
+        graph = Imitation(steps, stepped.forward, monkeypatch)
+        with monkeypatch.context() as patch:
+            patch.setattr(captured_steps, "capturing", lambda device: True)
+            with pytest.raises(BitslabError, match="replay\\(\\): within a capture"):
+                graph.step.replay()
+        while steps.left:
+            graph.step.replay()
+            stepped.take(graph.logits)
+    assert torch.allclose(stepped.all_logits(), plain.all_logits(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("where", ["launch", "count-0", "count-1"])
+def test_an_interrupt_in_a_replay_takes_no_token(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether or not the device has run it by then."""
+    stepped, plain = pair(stepped_model("llama"))
+    plain.eager(5)
+
+    def interrupted(*args: Any) -> None:
+        patch.undo()
+        raise KeyboardInterrupt
+
+    with stepped.steps(5) as steps:
+        graph = Imitation(steps, stepped.forward, monkeypatch)
+        for i in range(5):
+            if i in (1, 3):
+                before = stepped.cache.stats()
+                with monkeypatch.context() as patch:
+                    owner: Any = graph
+                    if where != "launch":
+                        owner = steps._layers[int(where[-1])].steps
+                    patch.setattr(owner, "replay" if owner is graph else "set", interrupted)
+                    with pytest.raises(KeyboardInterrupt):
+                        graph.step.replay()
+                assert {x.get_seq_length() for x in stepped.cache.layers} == {PROMPT + i}
+                assert steps.tokens == i and stepped.cache.stats() == before
+            if i == 3:
+                stepped.take(stepped.forward())
+                continue
+            graph.step.replay()
+            stepped.take(graph.logits)
+    assert torch.allclose(stepped.all_logits(), plain.all_logits(), rtol=1e-4, atol=1e-4)
+
+
+def test_positions_and_padding_that_were_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    stepped = Decoding(stepped_model("llama"), batch=2, padding=3)
+    model, cache = stepped.model, stepped.cache
+    with pytest.raises(ArgumentError, match="attention_mask: None, but the cache holds padding"):
+        refused(cache)
+
+    def forward() -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = model(stepped.ids, past_key_values=cache).logits
+        return logits
+
+    with stepped.steps(3) as steps:
+        with pytest.raises(BitslabError, match="pass the model position_ids, in memory on the"):
+            Imitation(steps, forward, monkeypatch)
+        forward()  # eager steps may ask
+        assert steps.tokens == 1
+    with pytest.raises(ArgumentError, match="attention_mask: None"):
+        refused(cache)
+    cache.reset()
+    with torch.no_grad():
+        model(prompt_of(batch=2, length=PROMPT), past_key_values=cache)
+    refused(cache)
+
+
+def test_padding_is_known_of_pass_and_first_tokens() -> None:
+    """Of caches that keep no first tokens by the last pass, of others by those."""
+    stepped = Decoding(stepped_model("llama"), batch=2, padding=3, sinks=0)
+    with pytest.raises(ArgumentError, match="attention_mask: None"):
+        refused(stepped.cache)
+    stepped = Decoding(stepped_model("llama"), batch=2, padding=3)
+    for layer in stepped.cache.layers:
+        del layer._padding  # as of one that was pickled without it
+    with pytest.raises(ArgumentError, match="attention_mask: None"):
+        refused(stepped.cache)
+    refused(stepped.cache, attention_mask=stepped.mask)
+
+
+def test_handles_of_a_step_have_one_length() -> None:
+    stepped = Decoding(stepped_model("llama"))
+    lengths = []
+    update = stepped.cache.update
+
+    def seen(*args: Any, **kwargs: Any) -> Any:
+        found = update(*args, **kwargs)
+        lengths.append([t.shape[2] for t in found])
+        return found
+
+    stepped.cache.update = seen
+    with stepped.steps(4):
+        for _ in range(2):
+            stepped.take(stepped.forward())
+    assert lengths == [[PROMPT + 1 + i] * 2 for i in (0, 0, 1, 1)]
+
+
+def test_errors_of_the_device_come_from_replays_and_the_end_of_the_block(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stepped = Decoding(stepped_model("llama"))
+
+    def pending(device: torch.device) -> None:
+        raise CorruptedDataError("packed: a row")
+
+    with pytest.raises(CorruptedDataError), stepped.steps(4) as steps:
+        graph = Imitation(steps, stepped.forward, monkeypatch)
+        monkeypatch.setattr(token_steps, "_gpu_kernels", pending)
+        with pytest.raises(CorruptedDataError):
+            graph.step.replay()
+        assert steps.tokens == 0 and not graph.logits.numel()
+    assert graph.resets == 1
+    monkeypatch.undo()
+    stepped.eager(2)
+
+
+def test_a_block_takes_the_turn_of_all_histories_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    stepped = Decoding(stepped_model("llama"))
+    calls: list[str] = []
+    real = PackedHistory.take_turn
+    learns = stepped.cache._histories
+    monkeypatch.setattr(learns, "finish_learning", lambda: calls.append("learn"))
+
+    def take_turn(history: PackedHistory) -> int:
+        calls.append("turn")
+        return real(history)
+
+    monkeypatch.setattr(PackedHistory, "take_turn", take_turn)
+    refused(stepped.cache)
+    assert calls[:5] == ["turn"] * 4 + ["learn"]
 
 
 @pytest.mark.parametrize(
@@ -251,7 +450,7 @@ def test_a_forward_pass_that_fails_leaves_the_cache_as_it_was(
     stepped, plain = pair(model, batch=2)
     plain.eager(7)
     with stepped.steps(9) as steps:
-        graph = Imitation(stepped.forward, monkeypatch)
+        graph = Imitation(steps, stepped.forward, monkeypatch)
         for i in range(7):
             if i in (2, 5):
                 with monkeypatch.context() as patch:
@@ -262,7 +461,7 @@ def test_a_forward_pass_that_fails_leaves_the_cache_as_it_was(
             if i % 2:
                 stepped.take(stepped.forward())
             else:
-                steps.replay(graph)
+                graph.step.replay()
                 stepped.take(graph.logits)
         assert steps.left == 2
     assert torch.allclose(stepped.all_logits(), plain.all_logits(), rtol=1e-4, atol=1e-4)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from bitslab.errors import BitslabError
+from bitslab.errors import ArgumentError, BitslabError, CorruptedDataError
 from tests.integrations.transformers.models import prompt_of
 from tests.integrations.transformers.steps import (
     BLOCK,
@@ -24,26 +24,21 @@ from tests.integrations.transformers.steps import (
 pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
 
 
-def captured(decoding: Decoding, steps: int = 1) -> tuple[Any, torch.Tensor]:
-    """Return a graph of steps, and their logits ``[B, steps, vocabulary]``, which it writes.
+def captured(decoding: Decoding, steps: Any, **options: Any) -> tuple[Any, torch.Tensor]:
+    """Return a step, and its logits ``[B, 1, vocabulary]``, which it writes.
 
-    The graph goes from each token to the next by itself: `decoding.ids` and `decoding.at` are what
-    it reads and writes.
+    It goes from each token to the next by itself: `decoding.ids` and `decoding.at` are what it
+    reads and writes.
     """
-    graph = torch.cuda.CUDAGraph()
-    found = []
-    with torch.cuda.graph(graph):
-        for _ in range(steps):
-            logits = decoding.forward()[:, -1:]
-            decoding.ids.copy_(logits.argmax(-1))
-            decoding.at.add_(1)
-            found.append(logits)
-        out = torch.cat(found, dim=1)
-    return graph, out
+    with steps.capture(**options) as step:
+        logits = decoding.forward()[:, -1:]
+        decoding.ids.copy_(logits.argmax(-1))
+        decoding.at.add_(1)
+    return step, logits
 
 
 def take(decoding: Decoding, logits: torch.Tensor) -> None:
-    """Keep logits of a graph that has gone on by itself."""
+    """Keep logits of a step that has gone on by itself."""
     for each in logits.clone().unbind(1):
         decoding.logits.append(each)
         decoding.mask = torch.nn.functional.pad(decoding.mask, (0, 1), value=1)
@@ -74,16 +69,15 @@ def test_tokens_are_those_of_forward_passes(
         with stepped.steps(room) as steps:
             if warm:
                 stepped.take(stepped.forward())
-            graph, logits = captured(stepped)
+            step, logits = captured(stepped, steps)
             assert steps.tokens == warm  # a capture runs nothing
             while steps.tokens < n:
                 if steps.tokens == 4:  # between replays
                     stepped.take(stepped.forward())
                     continue
-                steps.replay(graph)
+                step.replay()
                 take(stepped, logits)
             assert stepped.cache.get_seq_length() == plain.cache.get_seq_length()
-        del graph
         assert_alike(stepped, plain)
         for each in (stepped, plain):
             pack(each.cache)
@@ -96,47 +90,50 @@ def test_tokens_are_those_of_forward_passes(
     assert not stats["dense_passes"] and stats["packed_passes"] == 2 * (3 * BLOCK + 5)
 
 
+@pytest.mark.parametrize("coder", ["huffman", "lossless"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_logits_of_short_dtypes_and_longer_contexts(dtype: torch.dtype) -> None:
+def test_logits_of_short_dtypes_and_longer_contexts(dtype: torch.dtype, coder: str) -> None:
     """Tokens of the forward passes are given to both: one that differs would change all others."""
     model = stepped_model("llama", "cuda", dtype)
-    plain, stepped = pair(model, batch=2, length=148)
+    plain, stepped = pair(model, batch=2, length=148, coder=coder)
     plain.eager(28)
     wanted = plain.tokens()
     with stepped.steps(28) as steps:
-        graph = torch.cuda.CUDAGraph()
         for i in range(28):
             if i == 1:
-                with torch.cuda.graph(graph):
+                with steps.capture() as step:
                     logits = stepped.forward()
             if i:
-                steps.replay(graph)
+                step.replay()
             else:
                 logits = stepped.forward()
             stepped.take(logits)
             stepped.ids.copy_(wanted[i][:, None])
     found, expected = stepped.all_logits().float(), plain.all_logits().float()
     assert (found - expected).norm() < 0.05 * expected.norm()
+    ours, theirs = stepped.cache.layers[0], plain.cache.layers[0]  # K and V of tokens alone
+    if coder == "lossless":
+        assert torch.equal(ours.keys, theirs.keys) and torch.equal(ours.values, theirs.values)
+        assert set(stepped.cache.stats()["lossless"].values()) == {"coder 'lossless'"}
+    assert stepped.cache.stats()["packed_passes"] == 2 * 28
 
 
-def test_graphs_of_several_steps_and_replays_by_other_means() -> None:
-    model = stepped_model("llama", "cuda")
-    plain, stepped = pair(model, batch=2)
-    plain.eager(13)
-    with stepped.steps(16) as steps:
+def test_several_steps_of_a_block() -> None:
+    """Which share the memory of one of them, as torch's graphs do that are replayed in turn."""
+    plain, stepped = pair(stepped_model("llama", "cuda"), batch=2)
+    plain.eager(9)
+    with stepped.steps(9) as steps:
         stepped.take(stepped.forward())
-        graph, logits = captured(stepped, steps=3)
-        for _ in range(2):
-            steps.replay(graph, 3)
-            take(stepped, logits)
-        for _ in range(2):
-            graph.replay()
-            take(stepped, logits)
-        assert stepped.cache.get_seq_length() == PROMPT + 7
-        steps.replayed(6)
-        assert stepped.cache.get_seq_length() == PROMPT + 13
-        with pytest.raises(BitslabError, match="4 more tokens, room is left for 3 of the 16"):
-            steps.replay(graph, 4)
+        pool = torch.cuda.graph_pool_handle()
+        side = torch.cuda.Stream()
+        both = [
+            captured(stepped, steps, pool=pool),
+            captured(stepped, steps, pool=pool, stream=side, capture_error_mode="thread_local"),
+        ]
+        while steps.left:
+            for step, logits in both:
+                step.replay()
+                take(stepped, logits)
     assert_alike(stepped, plain)
 
 
@@ -147,11 +144,12 @@ def test_replays_on_a_stream_of_their_own() -> None:
     side = torch.cuda.Stream()
     with stepped.steps(20) as steps:
         stepped.take(stepped.forward())
-        graph, logits = captured(stepped)
+        step, logits = captured(stepped, steps)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
+            torch.cuda._sleep(200_000_000)  # the block ends before they have run
             while steps.left:
-                steps.replay(graph)
+                step.replay()
                 take(stepped, logits)
     kept = [(layer.keys, layer.values) for layer in stepped.cache.layers]  # the cache waits
     for layer, both in zip(plain.cache.layers, kept, strict=True):
@@ -163,40 +161,76 @@ def test_replays_on_a_stream_of_their_own() -> None:
     assert_alike(stepped, plain)
 
 
-def test_no_token_is_put_outside_of_the_room() -> None:
-    """Neither by replays that the cache hears of too late, nor by those behind the block."""
+def test_a_block_on_another_stream_than_the_prompt_waits_for_it() -> None:
+    plain, stepped = pair(stepped_model("llama", "cuda"), batch=2)
+    plain.eager(6)
+    wanted = plain.tokens()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(500_000_000)
+    stepped.eager(1)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        stepped.ids = wanted[0][:, None].clone()
+        stepped.at = torch.full_like(stepped.ids, PROMPT + 1)
+        with stepped.steps(5) as steps:
+            step, logits = captured(stepped, steps)
+            while steps.left:
+                step.replay()
+                take(stepped, logits)
+    torch.cuda.current_stream().wait_stream(side)
+    assert_alike(stepped, plain)
+
+
+def test_steps_end_with_their_block() -> None:
+    """And write to nothing that lies where their tokens were."""
     model = stepped_model("llama", "cuda")
     plain, stepped = pair(model)
     plain.eager(4)
     with stepped.steps(4) as steps:
-        graph, logits = captured(stepped)
-        for _ in range(3):
-            steps.replay(graph)
+        step, logits = captured(stepped, steps)
+        while steps.left:
+            step.replay()
             take(stepped, logits)
+        with pytest.raises(BitslabError, match="no room is left of"):
+            step.replay()
         tails = [h.unpacked.tail.memory for x in stepped.cache.layers for h in x.histories]
-        ids, at, before = stepped.ids.clone(), stepped.at.clone(), [t.clone() for t in tails]
-        for _ in range(40):
-            graph.replay()
-        for tail, then in zip(tails, before, strict=True):
-            same = tail.view(torch.int32) == then.view(torch.int32)  # what is not there may be NaN
-            same = same.all(-1).all(0).all(0)  # of each token
-            assert int((~same).sum()) == 1
-        with pytest.raises(BitslabError, match=r"replayed\(\): 40 more tokens, room is left for 1"):
-            steps.replayed(40)
-        stepped.ids.copy_(ids)
-        stepped.at.copy_(at)
-        steps.replay(graph)
-        take(stepped, logits)
-        with pytest.raises(BitslabError, match="room is left for 0"):
-            steps.replay(graph)
+        shapes = [tail.shape for tail in tails]
+        del tails
     assert_alike(stepped, plain)
-    kept = [(layer.keys, layer.values) for layer in stepped.cache.layers]
-    for _ in range(3):
-        graph.replay()
-    for layer, (keys, values) in zip(stepped.cache.layers, kept, strict=True):
-        assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+    last = logits.clone()
+    stepped.cache.reset()
+    canaries = [torch.full(shape, 7.0, device="cuda") for shape in shapes for _ in range(3)]
+    other = Decoding(model)
+    with other.steps(4):
+        for _ in range(3):
+            with pytest.raises(BitslabError, match="has been left"):
+                step.replay()
+    torch.cuda.synchronize()
+    assert all((canary == 7).all() for canary in canaries)
+    assert torch.equal(logits, last)  # what a step has written remains
+
+
+def test_damaged_tiles_are_reported_by_replays_and_the_end_of_the_block() -> None:
+    stepped = Decoding(stepped_model("llama", "cuda"))
+    with (
+        pytest.raises(CorruptedDataError, match="of an earlier decode"),
+        stepped.steps(9) as steps,
+    ):
+        step, _ = captured(stepped, steps)
+        step.replay()
+        words = steps._layers[0].steps._reads._words[0]  # of K
+        generator = torch.Generator().manual_seed(1)
+        damage = torch.randint(-(1 << 31), 1 << 31, words.shape, generator=generator)
+        words.copy_(damage.to(torch.int32))
+        step.replay()
+        torch.cuda.synchronize()
+        with pytest.raises(CorruptedDataError, match="of an earlier decode"):
+            step.replay()
+        assert steps.tokens == 2
+        step.replay()
+        torch.cuda.synchronize()
     with pytest.raises(BitslabError, match="has been left"):
-        steps.replay(graph)
+        step.replay()
 
 
 def test_replays_wait_for_nothing(
@@ -205,18 +239,18 @@ def test_replays_wait_for_nothing(
     stepped = Decoding(stepped_model("llama", "cuda"))
     with stepped.steps(20) as steps:
         stepped.take(stepped.forward())
-        graph, _ = captured(stepped)
-        steps.replay(graph)
+        step, _ = captured(stepped, steps)
+        step.replay()
         with no_waiting():
             for _ in range(10):
-                steps.replay(graph)
+                step.replay()
     assert stepped.cache.get_seq_length() == PROMPT + 12
 
 
 def test_a_capture_outside_of_a_block_is_refused_as_ever() -> None:
     stepped, plain = pair(stepped_model("llama", "cuda"), batch=2)
     with (
-        pytest.raises(BitslabError, match=r"Capture steps within KVCompCache.captured_steps\(\)"),
+        pytest.raises(BitslabError, match=r"Capture steps by steps.capture\(\) within KVComp"),
         torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
     ):
         stepped.at.add_(0)  # torch warns of graphs that hold nothing
@@ -230,6 +264,38 @@ def test_a_capture_outside_of_a_block_is_refused_as_ever() -> None:
             pass
     for each in (stepped, plain):
         each.eager(3)
+    assert_alike(stepped, plain)
+
+
+def test_captures_of_what_cannot_be_replayed_are_discarded() -> None:
+    stepped, plain = pair(stepped_model("llama", "cuda"), batch=2, padding=3)
+    model, cache = stepped.model, stepped.cache
+    with pytest.raises(ArgumentError, match="attention_mask: None"), cache.captured_steps(4):
+        pass
+    plain.eager(4)
+    with torch.no_grad(), stepped.steps(4) as steps:
+        stepped.take(stepped.forward())
+        with pytest.raises(BitslabError, match="position_ids"), steps.capture() as step:
+            model(stepped.ids, past_key_values=cache)
+        with pytest.raises(BitslabError, match="has not ended, or by an error"):
+            step.replay()
+        with pytest.raises(BitslabError, match="2 forward passes were captured"), steps.capture():
+            stepped.forward()
+            stepped.forward()
+        with (
+            pytest.raises(BitslabError, match=r"other means than steps.capture\(\)"),
+            torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"),
+        ):
+            stepped.forward()
+        with pytest.raises(BitslabError, match="replay.*within a capture"):
+            step, logits = captured(stepped, steps)
+            with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+                stepped.at.add_(0)
+                step.replay()
+        assert steps.tokens == 1
+        while steps.left:
+            step.replay()
+            take(stepped, logits)
     assert_alike(stepped, plain)
 
 
@@ -248,12 +314,12 @@ def test_a_step_that_fails_within_a_capture_changes_nothing(
         with monkeypatch.context() as patch:
             patch.setattr(model.model.layers[0].mlp, "forward", fails)
             with pytest.raises(RuntimeError, match="injected"):
-                captured(stepped)
+                captured(stepped, steps)
             with pytest.raises(RuntimeError, match="injected"):
                 stepped.forward()
-        graph, logits = captured(stepped)
+        step, logits = captured(stepped, steps)
         while steps.left:
-            steps.replay(graph)
+            step.replay()
             take(stepped, logits)
     assert_alike(stepped, plain)
 
@@ -264,9 +330,9 @@ def test_the_cache_goes_on_behind_a_block(change: str) -> None:
     both = pair(model, batch=3)
     both[0].eager(20)
     with both[1].steps(BLOCK) as steps:
-        graph, logits = captured(both[1])
+        step, logits = captured(both[1], steps)
         for _ in range(20):
-            steps.replay(graph)
+            step.replay()
             take(both[1], logits)
     found = []
     more = prompt_of(batch=3, length=70, seed=3).cuda()

@@ -58,13 +58,13 @@ _NO_RUN = Run(0, 0, 0, 0, 0, 0, 0)
 class PreparedOwn:
     """Tokens that begin elsewhere in each sequence, as the kernel takes them; it holds them."""
 
-    __slots__ = ("_held", "numbers", "run")
+    __slots__ = ("numbers", "run", "tensors")
 
     def __init__(self, own: OwnTokens) -> None:
         positions = own.positions.contiguous()
         self.run, tensors = Run.of(*own.run)
         self.numbers = positions.data_ptr(), self.run.tokens, own.end
-        self._held = positions, tensors
+        self.tensors = positions, *tensors
 
 
 _NO_OWN = 0, 0, 0
@@ -114,10 +114,14 @@ class PreparedAttention:
         What is read.
     score_bits : (int, int)
         Scaling and softcap.
+
+    Attributes
+    ----------
+    arrived : torch.Tensor
+        int32, these counts.
     """
 
     __slots__ = (
-        "_arrived",
         "_chunks",
         "_dim",
         "_group",
@@ -126,6 +130,7 @@ class PreparedAttention:
         "_pairs",
         "_score_bits",
         "_spans",
+        "arrived",
     )
 
     def __init__(
@@ -141,7 +146,7 @@ class PreparedAttention:
         self._pairs = batch * self._heads
         self._like = (batch, n, query_heads, self._dim)
         # Zero between launches: the block that comes last makes it so.
-        self._arrived = torch.zeros(self._pairs, dtype=torch.int32, device=query.device)
+        self.arrived = torch.zeros(self._pairs, dtype=torch.int32, device=query.device)
         self._chunks, self._spans, self._score_bits = chunks, spans, score_bits
 
     def __call__(
@@ -224,7 +229,7 @@ class PreparedAttention:
         parts = space.data_ptr()
         stats = parts + 4 * values
         behind = (
-            *(slots, parts, stats, self._arrived.data_ptr()),
+            *(slots, parts, stats, self.arrived.data_ptr()),
             *(0 if sinks is None else sinks.data_ptr(), *to),
         )
         for launch, cut, first, second, missing, splits, slot in launches:
