@@ -20,7 +20,7 @@ from ..engine.codecs.quantized import (
 from ..engine.kernels.tile_format import Granularity
 from ..errors import ArgumentError, ArgumentTypeError
 from .model_codecs import KeptCodec
-from .packing import Plans
+from .packing import LEAST_GAIN, Plans, TokenRows, draw_rows
 
 #: Where the steps of K and V come from, by the name of an option.
 GRANULARITIES = {
@@ -155,8 +155,9 @@ class TilePlans:
     """Fits the codecs of the K and V of one layer.
 
     With `learn` both are fitted together to an error of attention, before the first tokens are
-    packed. Without it, as without queries, steps are by range. Where tokens become larger, codecs
-    are fitted again with the same scales.
+    packed; those of lossless tiles, which take no queries, with `learn_lossless`. Without it, as
+    without queries, steps are by range. Where tokens become larger, codecs are fitted again with
+    the same scales.
 
     Parameters
     ----------
@@ -182,6 +183,7 @@ class TilePlans:
     """
 
     why_unmeasured = ""  # of plans that were pickled without it
+    _sampled = False  # whether lossless tiles were fitted to a prompt
 
     def __init__(self, options: TileOptions, lossless: Plans, name: str) -> None:
         self.options = options
@@ -195,14 +197,39 @@ class TilePlans:
         self.measured: Measured | None = None
         self.why_lossless = self.why_unmeasured = ""
         self._learnt: dict[str, KeptCodec] = {}
+        self._sampled = False
         self._weights: torch.Tensor | None = None
 
     @property
     def learns(self) -> bool:
-        """Whether `learn` has not been called yet; lossless tiles learn from a sample alone."""
-        if self.options.coder == "lossless":  # not by a property: each token asks
+        """Whether `learn`, of lossless tiles `learn_lossless`, has not been called yet."""
+        if self._learnt or self._sampled:
             return False
-        return not self._learnt and not self.why_lossless and not self.why_unmeasured
+        return not self.why_lossless and not self.why_unmeasured
+
+    @property
+    def takes_queries(self) -> bool:
+        """Whether `learn` has not been called yet, which takes queries."""
+        return self.options.coder != "lossless" and self.learns
+
+    def learn_lossless(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Fit the codecs of K and V of lossless tiles, but for what these do not pack.
+
+        Parameters
+        ----------
+        keys, values : torch.Tensor
+            ``[B, H, T, D]``, a block or more of tokens that are to be packed, and others.
+        """
+        o = self.options
+        rows = TokenRows(self.heads, self.dim, keys.dtype, o.block_tokens, o.tile_tokens)
+        for kind, tokens in (("k", keys), ("v", values)):
+            whole = tokens.shape[2] // o.block_tokens * o.block_tokens
+            sample = draw_rows(rows, tokens[:, :, :whole])
+            codec = self.fit(kind, sample)
+            share = float(codec.packed_bytes(sample).sum()) / sample.nbytes
+            if share < 1 - LEAST_GAIN:
+                self._learnt[kind] = KeptCodec(codec, share)
+        self._sampled = True
 
     def learn(
         self,

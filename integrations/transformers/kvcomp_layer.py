@@ -251,7 +251,10 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
     @property
     def waits(self) -> bool:
         """Whether codecs are to be learnt from the tokens that are there."""
-        return self._waits and self.plans.learns and self._queries is not None and self._due()
+        if not self._waits or not self.plans.learns or self.packed_tokens:
+            return False
+        enough = self._queries is not None or not self.plans.takes_queries
+        return enough and all(history.due for history in self.histories)
 
     @property
     def learns_from(self) -> list[torch.Tensor]:
@@ -264,14 +267,12 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
 
     def learn(self) -> None:
         """Learn the codecs of all tokens, on the current stream."""
-        assert self._queries is not None
+        if self._queries is None:
+            self.plans.learn_lossless(*(history.tail for history in self.histories))
+            return
         keys, values = (history.decode() for history in self.histories)
         self.plans.learn(keys, values, self._queries.tokens, **self._queries.options)
         self._queries = None
-
-    def _due(self) -> bool:
-        """Whether tokens are to be packed for the first time."""
-        return not self.packed_tokens and all(history.due for history in self.histories)
 
     # Attention
 
@@ -325,7 +326,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
     ) -> None:
         """Keep the last queries until codecs are learnt, and where sequences begin."""
         self._padding = padding
-        if self.lossless or not self.plans.learns or self.packed_tokens:
+        if self.lossless or not self.plans.takes_queries or self.packed_tokens:
             return
         _, heads, _, dim = self.histories[0].tail.shape
         if not query.numel() or query.shape[1] % heads or query.shape[3] != dim:

@@ -56,7 +56,9 @@ def lengths_of(table):
 
 def error_beyond_rounding(found, expected):
     """Return the relative error of what is more than the rounding of outputs to their dtype."""
+    info = torch.finfo(found.dtype)
     half_units = torch.exp2(torch.frexp(expected).exponent - 1.0 - DIGITS[found.dtype])
+    half_units.clamp_(min=info.tiny * info.eps / 2)
     far = (found.double() - expected).abs() - half_units
     return float(far.clamp(min=0).norm() / expected.norm())
 
@@ -114,6 +116,63 @@ def test_exceptions_count_with_all_their_bits(dtype, group):
     found, expected = both(query, keys, values, [span], scaling=0.0002)
     limit = IN_ONE_PART[dtype] if group > 4 else IN_TWO_PARTS
     assert error_beyond_rounding(found, expected) < limit
+
+
+@by_dtype
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("size", [-10, -20, -40])
+@pytest.mark.parametrize(("n", "of_exceptions"), [(1, -50), (4, -50), (1, 6)])
+def test_small_values_are_not_lost_beside_exceptions(dtype, size, n, of_exceptions):
+    query, keys, values = drawn(1, 2, 1, n, 64, 128)
+    generator = torch.Generator().manual_seed(6)
+    if dtype == torch.float16:  # below are a few subnormals alone
+        size, of_exceptions = max(size, -13), 6
+    keys, values = (x * 2.0**size for x in (keys, values))
+    query, keys, values = query.to(dtype), keys.to(dtype), values.to(dtype)
+    span = span_of(keys, values, lossless=True)
+    for x, tables in ((keys, span.k_tables), (values, span.v_tables)):
+        at = torch.rand(x.shape, generator=generator) < 0.01
+        x[at] = (x[at].float() * 2.0**of_exceptions).to(dtype)
+        table = stored(tiles_of(x, 64), tables)
+        assert ((table.words[:1] >> 16) > 3).all() and lengths_of(table).all()
+        changed: dict[str, Any] = {"k" if x is keys else "v": table}
+        span = replace(span, **changed)
+    # So that scores are of size 1.
+    found, expected = both(query, keys, values, [span], scaling=2.0 ** (-size - 3))
+    assert error_beyond_rounding(found, expected) < IN_TWO_PARTS
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("size", [-10, -40])
+def test_small_channels_among_others_are_not_lost(size):
+    query, keys, values = drawn(1, 1, 2, 1, 64, 128)
+    small = torch.randperm(64)[:16]
+    for x in (keys, values):
+        x[..., small] *= 2.0**size
+    query[..., small] *= 2.0**-size
+    query, keys, values = (x.bfloat16() for x in (query, keys, values))
+    span = span_of(keys, values, lossless=True)
+    for x, tables in ((keys, span.k_tables), (values, span.v_tables)):
+        x[..., 3::17, :] = (x[..., 3::17, :].float() * 2.0**-30).bfloat16()
+        changed: dict[str, Any] = {"k" if x is keys else "v": stored(tiles_of(x, 64), tables)}
+        span = replace(span, **changed)
+    found, expected = both(query, keys, values, [span], scaling=0.1)
+    for channels in (small, torch.tensor([c for c in range(64) if c not in set(small.tolist())])):
+        assert error_beyond_rounding(found[..., channels], expected[..., channels]) < IN_TWO_PARTS
+
+
+@pytest.mark.usefixtures("way")
+@pytest.mark.parametrize("group", [1, 8])
+def test_values_of_almost_the_largest_size(group):
+    query, keys, values = drawn(1, 1, group, 1, 32, 150)
+    values *= 1e37
+    query, keys, values = (x.bfloat16() for x in (query, keys, values))
+    span = span_of(keys[:, :, :128], values[:, :, :128], lossless=True)
+    raw = [(128, keys[:, :, 128:], values[:, :, 128:])]
+    found, expected = both(query, keys, values, [span], raw, scaling=0.5)
+    assert bool(found.isfinite().all())
+    limit = IN_ONE_PART[torch.bfloat16] if group > 4 else IN_TWO_PARTS
+    assert error_beyond_rounding(found / 2.0**100, expected / 2.0**100) < limit
 
 
 @by_dtype

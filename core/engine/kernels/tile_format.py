@@ -14,13 +14,15 @@ in float32, is an exception: its code is taken to be 0, and its bits stand raw b
 `u` is half a unit in the last place of 1 and `m` the least normal number of the dtype: 2 ** -8 and
 2 ** -126 of bfloat16, 2 ** -11 and 2 ** -14 of float16, 2 ** -24 and 2 ** -126 of float32. Of a
 symbol that then still has no code in its class both values (of single codes: the one) become
-exceptions too; the symbol of zeros has a code in every class.
+exceptions too; the symbol of code 0, of pairs of two of them, has a code in every class.
 
 Of LOSSLESS tiles, whose dtype has two bytes, nothing is rounded. ``code = (bits >> 7 & 255) -
 127``: of bfloat16 the exponent, of float16 the exponent and three bits of the significand. A value
-that is not finite, and one whose symbol has no code, is an exception, with code 0. What is left of
-a value, ``(bits & 127) | (bits >> 8 & 128)``, sign and lowest bits, is its byte of the tile's
-plane; those of exceptions stand there too.
+that is not finite, and one whose symbol has no code, is an exception, with code -127, that of
+zeros and of the smallest subnormal values, whose symbol, ESCAPE_SYMBOL, has a code in every class:
+as an operand an exception is next to nothing. What is left of a value, ``(bits & 127) | (bits >> 8
+& 128)``, sign and lowest bits, is its byte of the tile's plane; those of exceptions stand there
+too.
 
 Sums of TOKEN_LEVEL: the mean square of a token is that of its values in the order of channels,
 those that are not finite taken as 0. Lane l sums the squares of channels l, l + 32, ... in that
@@ -102,6 +104,8 @@ MAX_CODE = 127
 #: Of lossless tiles: the lowest of the eight bits that are coded, and what code 0 stands for.
 FIELD_AT = 7
 FIELD_BIAS = 127
+#: The symbol of lossless tiles that exceptions have: that of values whose coded bits are all 0.
+ESCAPE_SYMBOL = ZERO_SYMBOL - FIELD_BIAS
 #: The largest radius of pairs.
 MAX_RADIUS = 15
 #: Tables on a device begin at multiples of so many words.
@@ -179,6 +183,11 @@ class TileFormat:
     def lossless(self) -> bool:
         """Whether every value comes back bit for bit."""
         return self.granularity is Granularity.LOSSLESS
+
+    @property
+    def escape_symbol(self) -> int:
+        """The symbol of single codes that exceptions have."""
+        return ESCAPE_SYMBOL if self.lossless else ZERO_SYMBOL
 
     @property
     def blocks(self) -> int:

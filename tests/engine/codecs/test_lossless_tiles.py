@@ -13,10 +13,12 @@ from hypothesis import strategies as st
 import bitslab
 from bitslab.engine.codecs import TileCodec
 from bitslab.engine.codecs.quantized import fit_lossless, fit_tiles, quantise
+from bitslab.engine.codecs.quantized.config import plan_problem
 from bitslab.engine.kernels.tile_format import (
+    ESCAPE_SYMBOL,
+    MAX_CODE_BITS,
     SHORT_BITS,
     TILE_BLOCK,
-    ZERO_SYMBOL,
     Granularity,
     TileFormat,
 )
@@ -97,6 +99,35 @@ def test_channels_of_one_size_share_codes_that_suit_them() -> None:
     assert share < (8 + bits) / 16 + 0.05
 
 
+SAMPLES = {
+    "flat": lambda: torch.rand(1, 2, 64, 32) * 2 - 1,
+    "narrow": lambda: (torch.rand(1, 2, 64, 32) + 0.5) * 0.5,
+    "tiny": lambda: torch.randn(1, 2, 64, 32) * 1e-7,
+    "constant": lambda: torch.full((1, 2, 64, 32), 0.3),
+    "one exponent": lambda: 1 + torch.rand(1, 2, 64, 32) * 0.99,
+    "zeros": lambda: torch.zeros(1, 2, 64, 32),
+    "all sizes": lambda: torch.exp2(28 * torch.rand(1, 2, 64, 32) - 14),
+    "no numbers": lambda: torch.full((1, 2, 64, 32), torch.nan),
+}
+
+
+@by_dtype
+@pytest.mark.parametrize("code_bits", range(1, MAX_CODE_BITS + 1))
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_a_fit_to_any_sample_is_sound_and_codes_it(
+    dtype: torch.dtype, code_bits: int, kind: str
+) -> None:
+    torch.manual_seed(code_bits)
+    sample = SAMPLES[kind]().to(dtype)
+    plan = fit_lossless(sample, tile_tokens=32, token_pairs=True, code_bits=code_bits)
+    assert plan_problem(plan) is None
+    assert plan.lengths[:, ESCAPE_SYMBOL].all()
+    rows = sample.reshape(1, 2, 2, 32, 32).transpose(1, 2).reshape(-1, 32, 32)
+    rows = torch.cat([rows, spread(dtype, 2, 32, 32)])
+    codec = TileCodec(plan)
+    assert same_bits(codec.decode(codec.encode(rows)), rows)
+
+
 def test_values_that_are_not_finite_and_rare_symbols_alone_are_exceptions() -> None:
     rows = spread(torch.bfloat16, 4, 64, 64)
     codec = TileCodec.fit(rows, granularity="lossless")
@@ -136,4 +167,4 @@ def test_what_lossless_tiles_do_not_take_is_refused() -> None:
         )
     with pytest.raises(bitslab.ArgumentError, match="granularity: LOSSLESS"):
         quantise(x.half()[None], codec.tables())
-    assert codec.plan.lengths[:, ZERO_SYMBOL].all()
+    assert codec.plan.lengths[:, ESCAPE_SYMBOL].all()

@@ -41,19 +41,19 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 BY_CHANNEL = Granularity.CHANNEL
 
 
-def code_of(rng: np.random.Generator, radius: int, code_bits: int) -> np.ndarray:
+def code_of(rng: np.random.Generator, radius: int, fmt: TileFormat) -> np.ndarray:
     """Draw lengths of a code; some symbols have none."""
     symbols = symbols_of(radius)
     counts = np.zeros(MAX_SYMBOLS, np.int64)
     counts[:symbols] = rng.geometric(0.02, symbols) ** 3
-    zero = radius * (2 * radius + 2) if radius else 128
+    zero = radius * (2 * radius + 2) if radius else fmt.escape_symbol
     counts[0] *= bool(radius)  # singles have no code -128
     missing = rng.random(symbols) < rng.choice([0, 0.3])
     counts[:symbols][missing] = 0
-    most = 1 << code_bits
+    most = 1 << fmt.code_bits
     counts[:symbols][np.argsort(-counts[:symbols])[most - 1 :]] = 0
     counts[zero] = max(1, counts[zero])
-    return code_lengths(counts, code_bits)
+    return code_lengths(counts, fmt.code_bits)
 
 
 def any_plan(seed: int, fmt: TileFormat, *, heads: int, rows_per_head: int) -> TilePlan:
@@ -75,7 +75,7 @@ def any_plan(seed: int, fmt: TileFormat, *, heads: int, rows_per_head: int) -> T
         order=np.stack([rng.permutation(fmt.dim) for _ in range(heads)]).astype(np.uint8),
         block_class=rng.integers(0, classes, (heads, fmt.blocks)).astype(np.uint8),
         radius=radius.astype(np.uint8),
-        lengths=np.stack([code_of(rng, int(r), fmt.code_bits) for r in radius]),
+        lengths=np.stack([code_of(rng, int(r), fmt) for r in radius]),
         **steps,
     )
 

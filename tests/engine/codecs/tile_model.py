@@ -56,6 +56,7 @@ class Model:
             "token_range": self.tokens,
             "lossless": 0,
         }[self.kind]
+        self.escape = -127 if self.kind == "lossless" else 0  # the code of exceptions
         self.plane_words = self.tokens * self.dim // 4 if self.kind == "lossless" else 0
 
     def _read(self, key: str, dtype: Any, width: int) -> np.ndarray:
@@ -210,7 +211,8 @@ class Model:
         if self.kind == "lossless":
             codes, low = self.split(bits, head)
             plane = [int(low[place]) for place in self.plane_places(head)]
-            return self.tile(np.where(codes < 128, codes, 0), codes == 128, [], plane, bits, head)
+            whole = np.where(codes < 128, codes, self.escape)
+            return self.tile(whole, codes == 128, [], plane, bits, head)
         x = row.reshape(self.tokens, self.dim).float().numpy()
         words = self.parameters(x, head)
         steps, centers = self.scales(words, head)
@@ -251,7 +253,7 @@ class Model:
             symbol = self.symbol(c, [int(whole[place]) for place in places])
             if symbol not in self.codes[c]:
                 exceptions |= {(t, int(order[p])) for t, p in places}
-                symbol = self.symbol(c, [0] * len(places))
+                symbol = self.symbol(c, [self.escape] * len(places))
             code = self.codes[c][symbol]
             if left[lane] < need:
                 given[lane].append(taken)

@@ -75,6 +75,8 @@ def make_plan(fmt: TileFormat, *, heads: int, rows_per_head: int, seed: int = 0)
             counts = np.rint(1e5 * np.exp(-0.5 * (codes / spread) ** 2)).astype(np.int64)
         counts = counts + 1 if whole else counts
         counts[0] *= bool(radius)  # singles have no code -128
+        if fmt.lossless:
+            counts[fmt.escape_symbol] = max(1, counts[fmt.escape_symbol])
         lengths[c, : len(counts)] = code_lengths(counts, min(limit, fmt.code_bits))
     shape = heads, fmt.dim
     fixed = fmt.granularity is Granularity.CHANNEL

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from bitslab.errors import ArgumentError
 from bitslab.integrations.transformers import KVCompCache
+from bitslab.integrations.transformers.kvcomp_layer import Padding
 from bitslab.kvcache import PackedAttention
 from tests.helpers import same_bits
 from tests.integrations.transformers.models import dynamic, model_of, prompt_of
@@ -94,16 +95,20 @@ def test_every_way_to_go_on_reads_tiles(name: str, mode: str) -> None:
     assert stats["packed_tokens"] >= 48 and stats["packed_passes"]
 
 
-def drawn(batch: int, n: int, seed: int) -> torch.Tensor:
+#: Bits of NaNs of several kinds, an infinity, a zero and a subnormal.
+SPECIAL = {
+    torch.bfloat16: [0x7FC0, 0x7F81, -0x003B, -0x0080, -0x8000, 0x0001],
+    torch.float16: [0x7E00, 0x7C01, -0x01AB, -0x0400, -0x8000, 0x0001],
+}
+
+
+def drawn(batch: int, n: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     sizes = torch.exp2(torch.randn(DIM, generator=torch.Generator().manual_seed(0)))
-    x = (torch.randn(batch, HEADS, n, DIM, generator=generator) * sizes).bfloat16()
+    x = (torch.randn(batch, HEADS, n, DIM, generator=generator) * sizes).to(dtype)
     some = torch.rand(x.shape, generator=generator) < 0.002
-    x[some] = (
-        torch.tensor([torch.nan, -torch.inf, -0.0, 1e-39])
-        .bfloat16()
-        .repeat(x.numel())[: int(some.sum())]
-    )
+    special = torch.tensor(SPECIAL[dtype], dtype=torch.int16)
+    x.view(torch.int16)[some] = special.repeat(x.numel())[: int(some.sum())]
     return x
 
 
@@ -122,20 +127,26 @@ steps = st.lists(
 
 
 @settings(max_examples=30)
-@given(steps, st.integers(0, 1 << 20), st.booleans())
+@given(
+    steps, st.integers(0, 1 << 20), st.booleans(), st.sampled_from([torch.bfloat16, torch.float16])
+)
 def test_whatever_changes_all_bits_remain(
-    changes: list[tuple[str, int]], seed: int, offload: bool
+    changes: list[tuple[str, int]], seed: int, offload: bool, dtype: torch.dtype
 ) -> None:
     cache, plain = cache_of(config("bitslab"), offload=offload), dynamic(config("bitslab"))
     batch = 2
     for number, (kind, value) in enumerate([("append", 70), *changes]):
         if kind == "append":
             for i in range(len(cache.layers)):
-                new = [drawn(batch, value, seed + 100 * number + 2 * i + k) for k in (0, 1)]
+                first = seed + 100 * number + 2 * i
+                new = [drawn(batch, value, first + k, dtype) for k in (0, 1)]
                 for each in (cache, plain):
                     each.update(*(x.clone() for x in new), i)
             for layer in cache.layers:
                 layer.settle()
+            histories = [h for layer in cache.layers for h in layer.histories]
+            assert number or all(h.segments for h in histories)
+            assert all(s.codec is not None for h in histories for s in h.segments)
         elif kind == "crop" and value < plain.get_seq_length():
             cache.crop(-value)
             plain.crop(-value)
@@ -154,22 +165,44 @@ def test_whatever_changes_all_bits_remain(
             assert same_bits(ours.keys, theirs.keys) and same_bits(ours.values, theirs.values)
 
 
+def test_codecs_are_learnt_later_and_without_queries() -> None:
+    cache = cache_of(config("bitslab"))
+    tokens = drawn(2, 70, 0)
+    cache.update(tokens, tokens, 0)
+    layer = cache.layers[0]
+    assert layer.waits and layer.plans.learns
+    learning = layer._reader.learning
+    learning.puts_off = True
+    layer.settle(later=True)
+    assert layer.waits and not layer.packed_tokens and learning.nbytes == 2 * tokens.nbytes
+    learning.advance()
+    assert not layer.waits and not layer.plans.learns and layer.packed_tokens == 48
+    for kind, history in zip("kv", layer.histories, strict=True):
+        assert history.segments[0].codec is layer.plans.learnt(kind).codec
+    assert layer._queries is None and same_bits(layer.keys, tokens)
+
+
 def test_left_padding_and_cut_histories_are_attended_to() -> None:
     cache = cache_of(config("bitslab"))
     k, v = (drawn(2, 130, seed).nan_to_num(0, 0, 0) for seed in (0, 1))
-    cache.update(k, v, 0)
-    layer = cache.layers[0]
+    handle, _ = cache.update(k, v, 0)
+    layer, padding = cache.layers[0], Padding(torch.tensor([0, 25], dtype=torch.int32), 25)
+    handle.update.see(k[:, :, :3].repeat(1, 2, 1, 1), padding, {"scaling": 0.2})
     layer.settle()
+    own = [history.unpacked.own_first.tokens for history in layer.histories]
+    for kept, came in zip(own, (k, v), strict=True):
+        assert same_bits(kept, torch.stack([came[0, :, :4], came[1, :, 25:29]]))
     cache.crop(-40)
     more = [drawn(2, 60, seed).nan_to_num(0, 0, 0) for seed in (2, 3)]
     keys, _ = cache.update(*more, 0)
     assert [s.cut_tokens for s in layer.histories[0].segments] == [10]
     query = torch.randn(2, 4, 3, DIM, generator=torch.Generator().manual_seed(4)).bfloat16()
-    found = layer.attend_packed(query, None, {"scaling": 0.2})
+    found = layer.attend_packed(query, padding, {"scaling": 0.2})
     dense = [torch.cat([x[:, :, :90], y], dim=2).float() for x, y in zip((k, v), more, strict=True)]
     dense = [x.repeat_interleave(2, dim=1) for x in dense]
     scores = query.float() @ dense[0].transpose(2, 3) * 0.2
     scores = scores.masked_fill(~causal(3, 150), -torch.inf)
+    scores[1, ..., :25] = -torch.inf
     expected = (scores.softmax(-1) @ dense[1]).transpose(1, 2)
     assert float((found.float() - expected).norm() / expected.norm()) < 3e-3
     assert type(keys) is not torch.Tensor and layer.packed_passes == 1

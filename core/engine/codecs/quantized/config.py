@@ -69,13 +69,13 @@ def plan_problem(plan: TilePlan) -> str | None:
     if fmt.lossless and plan.radius.any():
         return f"radius is {plan.radius.tolist()}, lossless tiles have single codes alone"
     for c in range(classes):
-        problem = _code_problem(int(plan.radius[c]), plan.lengths[c], fmt.code_bits)
+        problem = _code_problem(int(plan.radius[c]), plan.lengths[c], fmt)
         if problem:
             return f"class {c}: {problem}"
     return None
 
 
-def _code_problem(radius: int, lengths: npt.NDArray[np.uint8], code_bits: int) -> str | None:
+def _code_problem(radius: int, lengths: npt.NDArray[np.uint8], fmt: TileFormat) -> str | None:
     """Return what is wrong with the code of a class, or None."""
     if radius > MAX_RADIUS:
         return f"radius {radius}, expected 0 to {MAX_RADIUS}"
@@ -84,10 +84,10 @@ def _code_problem(radius: int, lengths: npt.NDArray[np.uint8], code_bits: int) -
     known[first : symbols_of(radius)] = True
     if lengths[~known].any():
         return f"code lengths of symbols that radius {radius} does not have"
-    if not lengths[radius * (2 * radius + 2) if radius else ZERO_SYMBOL]:
+    if not lengths[radius * (2 * radius + 2) if radius else fmt.escape_symbol]:
         return "code lengths: zeros have no code"
     try:
-        check_lengths(lengths, code_bits)
+        check_lengths(lengths, fmt.code_bits)
     except CorruptedDataError as error:
         return str(error)
     return None

@@ -75,7 +75,7 @@ def fit_lossless(
         found = torch.cat([order.flatten(), singles.flatten()]).cpu().numpy()
     heads = sample.shape[1]
     by_block = found[order.numel() :].reshape(heads * fmt.blocks, SINGLES).astype(np.float64)
-    counts = Counts(by_block, np.zeros((len(by_block), PAIR_WIDTH**2)))
+    counts = Counts(by_block, np.zeros((len(by_block), PAIR_WIDTH**2)), fmt.escape_symbol)
     exception_bits = 32 * fmt.exception_words
     classes, labels = choose_classes(
         counts,

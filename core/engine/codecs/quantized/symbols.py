@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import numpy as np
@@ -83,7 +83,7 @@ class SymbolClass:
             outside = counts.beyond[:, self.radius]
             return np.asarray(counts.pairs @ price + exception_bits * outside)
         price = self.lengths[:SINGLES].astype(np.float64)
-        price[price == 0] = float(self.lengths[ZERO_SYMBOL]) + exception_bits
+        price[price == 0] = float(self.lengths[counts.escape]) + exception_bits
         return np.asarray(counts.singles @ price)
 
 
@@ -97,10 +97,13 @@ class Counts:
         float64 ``[blocks, SINGLES]`` by code + ZERO_SYMBOL; values that have no code stand at 0.
     pairs : numpy.ndarray
         float64 ``[blocks, PAIR_WIDTH ** 2]``, codes beyond PAIR_RADIUS taken as 0.
+    escape : int
+        The symbol of single codes that exceptions have.
     """
 
     singles: npt.NDArray[np.float64]
     pairs: npt.NDArray[np.float64]
+    escape: int = ZERO_SYMBOL
 
     @cached_property
     def values(self) -> npt.NDArray[np.float64]:
@@ -113,13 +116,14 @@ class Counts:
         return self.singles @ _BEYOND
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(self.singles + other.singles, self.pairs + other.pairs)
+        return replace(self, singles=self.singles + other.singles, pairs=self.pairs + other.pairs)
 
     def of(self, which: npt.NDArray[np.bool_]) -> Counts:
         """Return the sum over some blocks."""
-        return Counts(
-            self.singles[which].sum(axis=0, keepdims=True),
-            self.pairs[which].sum(axis=0, keepdims=True),
+        return replace(
+            self,
+            singles=self.singles[which].sum(axis=0, keepdims=True),
+            pairs=self.pairs[which].sum(axis=0, keepdims=True),
         )
 
 
@@ -221,7 +225,7 @@ def shorten_codes(
             if best.radius:
                 lengths = _pair_lengths(likely.pairs(best.radius), best.radius, limit, price)
             else:
-                lengths = _single_lengths(likely.singles(), limit, price)
+                lengths = _single_lengths(likely.singles(), limit, price, counts.escape)
             one = SymbolClass(best.radius, _padded(lengths))
             bits = float(one.cost(of_class, price)[0]) + asked * one.bits * n_ends
             if bits >= least:
@@ -248,7 +252,8 @@ def _best_symbols(
 
 
 def _singles(likely: _Likely, limit: int, price: int) -> tuple[SymbolClass, float]:
-    found = SymbolClass(0, _padded(_single_lengths(likely.singles(), limit, price)))
+    lengths = _single_lengths(likely.singles(), limit, price, likely.counts.escape)
+    found = SymbolClass(0, _padded(lengths))
     return found, float(found.cost(likely.counts, price)[0])
 
 
@@ -286,7 +291,7 @@ class _Likely:
             singles = self.counts.singles[0]
             likely = singles + _WIDER_SHARE * (_wider() @ singles)
             likely[0] = 0
-            likely[ZERO_SYMBOL] += 1  # exceptions are coded as 0
+            likely[self.counts.escape] += 1
             self._singles = likely
         return self._singles
 
@@ -306,14 +311,18 @@ class _Likely:
 
 
 def _single_lengths(
-    likely: npt.NDArray[np.float64], code_bits: int, price: int
+    likely: npt.NDArray[np.float64], code_bits: int, price: int, escape: int
 ) -> npt.NDArray[np.uint8]:
-    """Return lengths of single codes; those that are rarer than exceptions are worth have none."""
+    """Return lengths of single codes; those that are rarer than exceptions are worth have none.
+
+    The symbol that exceptions have is coded, however rare it is.
+    """
     coded = _worth(likely, price, code_bits)
-    coded[ZERO_SYMBOL] = True
+    coded[escape] = True
     if coded.sum() > 1 << code_bits:
-        rarest = np.argsort(-likely, kind="stable")[1 << code_bits :]
-        coded[rarest] = False
+        ranked = -likely
+        ranked[escape] = -np.inf
+        coded[np.argsort(ranked, kind="stable")[1 << code_bits :]] = False
     return code_lengths(_whole(likely, coded), code_bits)
 
 

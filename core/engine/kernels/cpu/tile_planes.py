@@ -23,7 +23,7 @@ def split_values(row, kind, dim, order, codes, exceptional):
         place = at // dim * dim + order[at % dim]
         field = (np.int64(row[place]) >> FIELD_AT) & 255
         exceptional[place] = field >= NOT_FINITE[kind]
-        codes[at] = 0 if field >= NOT_FINITE[kind] else field - FIELD_BIAS
+        codes[at] = (0 if field >= NOT_FINITE[kind] else field) - FIELD_BIAS
 
 
 @njit(nogil=True, cache=True)

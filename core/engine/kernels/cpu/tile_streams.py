@@ -15,6 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from ..tile_format import (
+    ESCAPE_SYMBOL,
     MAX_CODE,
     SHORT_BITS,
     TILE_BLOCK,
@@ -74,11 +75,22 @@ def choose_codes(x, order, steps, centers, limits, kind, given, values, bits, co
 
 @njit(nogil=True, cache=True)
 def write_streams(
-    codes, dim, tokens, places, order, block_class, radius, class_bits, table, exceptional, units
+    codes,
+    dim,
+    tokens,
+    places,
+    order,
+    block_class,
+    radius,
+    class_bits,
+    table,
+    escape,
+    exceptional,
+    units,
 ):
     """Write the units of a tile, where `units` has room; return how many.
 
-    Symbols without a code become exceptions.
+    Symbols without a code become exceptions, single ones coded as `escape`.
     """
     writing = units.shape[0] > 0
     left = np.zeros(TILE_LANES, np.int64)  # bits that a reader has before the next symbol
@@ -112,7 +124,7 @@ def write_streams(
                         if code == 0:
                             for at in (first, second):
                                 exceptional[(at // dim) * dim + order[at % dim]] = True
-                            symbol = reach * (2 * reach + 2) if reach else np.int64(ZERO_SYMBOL)
+                            symbol = reach * (2 * reach + 2) if reach else np.int64(escape)
                             code = np.int64(table[c, symbol])
                         if not writing:
                             if asked and left[lane] < need:
@@ -264,6 +276,7 @@ def code_tile(
         radius,
         class_bits,
         table,
+        ESCAPE_SYMBOL if granularity == LOSSLESS else ZERO_SYMBOL,
         exceptional,
         units,
     )

@@ -14,8 +14,11 @@
 //
 // S = K Q^T: codes are the left operand. The query takes K's steps, and each of its rows stands in two
 // neighbouring columns as the sum of two halves, the second one scaled by 2^11, or, where values have 16
-// bits and there are more than four rows, in one column: its rounding, 2^-12, is far below that of K and V.
-// O^T = V^T P^T: weights take V's steps as a part of their exponent and stand in columns likewise.
+// bits and there are more than four rows, in one column: its rounding, 2^-12, is far below that of quantised
+// K and V. O^T = V^T P^T: weights take V's steps as a part of their exponent and stand in columns likewise.
+// Operands of lossless tiles are of their dtype. Queries are so as they came; of more than four rows weights
+// are rounded to it, by 2^-9 of bfloat16 at the most, 2^-12 of float16: that is the largest error there, and
+// about that of the delivered dtype.
 //
 // What limits it, of K and V of 64 tokens and 128 channels at 2.5 bits a value on an H200 (32 KB in bfloat16):
 // 5.1 KB of words take a multiprocessor's share of the memory 0.14 us, 31 TB/s of bfloat16 in all; 8,192
@@ -170,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
       u16* to = operands + ((((p >> 4) * SETS + set) * 32 + 4 * column + (k & 7) / 2) * 4) + k / 8 * 2 + (k & 1);
       to[0] = high;
 #if IN_TWO_HALVES
-      to[16] = operand_of((y - value_of_operand(high)) * 2048);  // four lanes further
+      to[16] = operand_of((y - value_of_operand(high)) * SECOND_SCALE);  // four lanes further
 #endif
     }
   }
@@ -342,7 +345,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
         for (int h = 0; h < 2; ++h) {
 #if IN_TWO_HALVES
           const u16 high = operand_of(s[j][h][i]);
-          const u16 next = operand_of((s[j][h][i] - value_of_operand(high)) * 2048);
+          const u16 next = operand_of((s[j][h][i] - value_of_operand(high)) * SECOND_SCALE);
 #else
           const u16 high = operand_of(s[j][h][2 * i]), next = operand_of(s[j][h][2 * i + 1]);
 #endif
@@ -391,7 +394,7 @@ extern "C" __global__ void __launch_bounds__(MAX_THREADS, 1)
         const float first = value_of_operand((u16)(token & 1 ? high >> 16 : high));
         const float second = value_of_operand((u16)(token & 1 ? next >> 16 : next));
 #if IN_TWO_HALVES
-        const float weight[1] = {(first + second * (1.0f / 2048)) * without};
+        const float weight[1] = {(first + second * (1.0f / SECOND_SCALE)) * without};
 #else
         const float weight[2] = {first * without, second * without};
 #endif

@@ -8,11 +8,22 @@
 #define IN_TWO_HALVES (SETS == NT)
 #define LEVEL_ZERO 192  // as in tile_format.py, whose tests compare
 #define LOG2E 1.4426950408889634f
-#define WEIGHT_SHIFT 15.0f  // weights are halves of at most 2^15
 #define NO_WEIGHT (-__int_as_float(0x7f800000))
 
 // Operands are halves: codes, or values of lossless tiles; of bfloat16 values they are such.
 #define BRAIN_OPERANDS (LOSSLESS && VALUE_KIND == 0)
+
+// Of halves weights are 2^15 at the most, and second halves are scaled by 2^11: so small ones remain. bfloat16
+// has the exponents of float32, sums of large values must not exceed which: there is no scale.
+#if BRAIN_OPERANDS
+#define WEIGHT_SHIFT 0.0f
+#define WEIGHT_UNIT 1.0f  // 2^-WEIGHT_SHIFT
+#define SECOND_SCALE 1.0f
+#else
+#define WEIGHT_SHIFT 15.0f
+#define WEIGHT_UNIT (1.0f / (1 << 15))
+#define SECOND_SCALE 2048.0f
+#endif
 
 __device__ __forceinline__ u16 operand_of(float x) {
   return BRAIN_OPERANDS ? bits_of_value(x) : float_to_half(x);
@@ -28,8 +39,9 @@ __device__ __forceinline__ void multiply(float (&c)[4], const u32 (&a)[4], const
 #endif
 }
 
-// What an exception of a lossless tile counts as among its operands: code 0, and its byte of the plane.
-__device__ __forceinline__ float as_coded(u32 bits) { return value_of_bits((bits & 0x807f) | FIELD_BIAS << FIELD_AT); }
+// What an exception of a lossless tile counts as among its operands: its byte of the plane, without coded bits. That
+// is subnormal, so that what is added in its stead is the value itself, or of float16 off by 2^-17 at the most.
+__device__ __forceinline__ float as_coded(u32 bits) { return value_of_bits(bits & 0x807f); }
 
 #if LOSSLESS
 // Hands operands of a lossless tile to a taker: the bits that are coded, and those of the plane behind the units,
@@ -83,7 +95,7 @@ template <class Taker> struct Joined {
 // The sum of row 4 i + t, of a set's sums of one row of the left operand.
 __device__ __forceinline__ float sum_of_row(const float (&sums)[SETS][4], int i, int h) {
 #if IN_TWO_HALVES
-  return sums[i][2 * h] + sums[i][2 * h + 1] * (1.0f / 2048);
+  return sums[i][2 * h] + sums[i][2 * h + 1] * (1.0f / SECOND_SCALE);
 #else
   return sums[i / 2][2 * h + (i & 1)];
 #endif
@@ -136,17 +148,16 @@ struct ValueTaker {
     for (int n = 0; n < SETS; ++n) multiply(sum[n], a, weights[j][n]);
   }
   __device__ __forceinline__ void finish(int b) {
-    const float scale = 1.0f / (1 << 15);
 #pragma unroll
     for (int n = 0; n < NT; ++n) {
       float2& o = out[(b * NT + n) * 32 + (threadIdx.x & 31)];
 #if IN_TWO_HALVES
-      const float low = 1.0f / (1 << 26);  // 2^-11 of that
-      o.x = sum[n][0] * scale + (sum[n][1] * low + o.x * decay[n]);
-      o.y = sum[n][2] * scale + (sum[n][3] * low + o.y * decay[n]);
+      const float low = WEIGHT_UNIT / SECOND_SCALE;
+      o.x = sum[n][0] * WEIGHT_UNIT + (sum[n][1] * low + o.x * decay[n]);
+      o.y = sum[n][2] * WEIGHT_UNIT + (sum[n][3] * low + o.y * decay[n]);
 #else
-      o.x = sum[n / 2][n & 1] * scale + o.x * decay[n];
-      o.y = sum[n / 2][2 + (n & 1)] * scale + o.y * decay[n];
+      o.x = sum[n / 2][n & 1] * WEIGHT_UNIT + o.x * decay[n];
+      o.y = sum[n / 2][2 + (n & 1)] * WEIGHT_UNIT + o.y * decay[n];
 #endif
     }
   }
@@ -319,7 +330,7 @@ __device__ __forceinline__ void add_raw_values(const void* values, i64 stride, i
 #pragma unroll
   for (int h = 0; h < 2; ++h)
 #pragma unroll
-    for (int n = 0; n < NT; ++n) room[(8 * h + g) * ROWS + 4 * n + t] = weight[h][n] / (1 << 15);
+    for (int n = 0; n < NT; ++n) room[(8 * h + g) * ROWS + 4 * n + t] = weight[h][n] * WEIGHT_UNIT;
   __syncwarp();
   for (int b = 0; b < blocks; ++b) {
     const int first = order[16 * b + g], second = order[16 * b + 8 + g];

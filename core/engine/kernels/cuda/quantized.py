@@ -449,22 +449,28 @@ class _Bound:
     def _mover(self) -> Launch:
         return self._runner.bind(quantized_variant(self._format), MoveTiles, 32 * MOVE_WARPS)
 
+    def _shared(self, decodes: bool) -> tuple[int, int]:
+        """Return the bytes of shared memory of a block, and of each of its warps."""
+        each = _warp_bytes(self._format, decodes)
+        if decodes:
+            return self._classes * 4 << self._format.code_bits, each + RING_BYTES
+        return self._classes * MAX_SYMBOLS * np.dtype(np.uint16).itemsize, each
+
     def _bind(self, parameters: type[Parameters], wanted: int) -> tuple[Launch, int]:
         """Return a kernel and its warps: as many as are wanted and fit."""
         decodes = parameters is DecodeTiles
         warp_bytes = _warp_bytes(self._format, decodes)
-        each = warp_bytes + (RING_BYTES if decodes else 0)
         tables = self._lookup if decodes else self._codes
-        shared = self._classes * (
-            4 << self._format.code_bits if decodes else MAX_SYMBOLS * np.dtype(np.uint16).itemsize
-        )
+        shared, each = self._shared(decodes)
         limit = self._runner.shared_bytes_per_multiprocessor - RESERVED_BYTES
         most = min(wanted, max_decode_warps(self._format) if decodes else MAX_ENCODE_WARPS)
         fitting = [w for w in WARP_COUNTS if w <= most and shared + w * each <= limit]
-        if not fitting:
+        # What cannot be decoded is not coded either.
+        least = max(sum(self._shared(way)) for way in (decodes, True))
+        if least > limit or not fitting:
             raise ArgumentError(
-                f"format: a tile of {self._format.tokens} x {self._format.dim} takes "
-                f"{shared + each} bytes of shared memory, the device has {limit}"
+                f"format: a tile of {self._format.tokens} x {self._format.dim} takes {least} bytes "
+                f"of shared memory, coded and decoded, the device has {limit}"
             )
         warps = fitting[-1]
         fixed = {**self._fixed, "codes": tables, "warp_bytes": warp_bytes}

@@ -64,6 +64,7 @@ from ..kept_format import (
 from ..packed_products import LinearShape
 from ..rewriting import DONE, FREE, FREED, LAUNCHES, REWRITTEN, TAKEN, USED
 from ..tile_format import (
+    ESCAPE_SYMBOL,
     FIELD_AT,
     FIELD_BIAS,
     LEVELS,
@@ -222,6 +223,7 @@ TILE_DEFINES: dict[str, int | str] = {
     "MOVE_WARPS": MOVE_WARPS,
     "PAD_WORDS": PAD_WORDS,
     "ENCODE_WARPS": MAX_ENCODE_WARPS,
+    "ESCAPE_SYMBOL": ESCAPE_SYMBOL,
     "FIELD_AT": FIELD_AT,
     "FIELD_BIAS": FIELD_BIAS,
     "MAX_CODE": MAX_CODE,
@@ -523,7 +525,9 @@ def attend_variant(
     """Return the attention over tiles of `groups` times 16 tokens for four times `row_groups` rows.
 
     Products of a tile stand in registers: the more there are, the fewer warps run at once. Rows of
-    16-bit values stand in one half each where that saves products: see attend_rows.cuh.
+    16-bit values stand in one half each where that saves products: see attend_rows.cuh. Weights of
+    lossless bfloat16 values are then rounded to bfloat16, by 2 ** -9 at the most, which is the
+    largest error of their attention.
     """
     in_two_halves = row_groups == 1 or dtype == torch.float32
     sets = row_groups if in_two_halves else row_groups // 2
@@ -535,8 +539,6 @@ def attend_variant(
         ("SETS", sets),
         ("VALUE_KIND", VALUE_KINDS[dtype]),
         ("LOSSLESS", int(lossless)),
-        ("FIELD_AT", FIELD_AT),
-        ("FIELD_BIAS", FIELD_BIAS),
         ("MAX_THREADS", threads),
     )
     return PlainVariant("attend", settings)

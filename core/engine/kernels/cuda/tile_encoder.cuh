@@ -370,8 +370,8 @@ struct Writer {
   }
 };
 
-// The code of a symbol; where it has none, that of zeros, and its values become exceptions.
-__device__ __forceinline__ u32 entry_of(const unsigned short* table, int symbol, int zero, u8* first, u8* second,
+// The code of a symbol; where it has none, that of exceptions, as which its values then count.
+__device__ __forceinline__ u32 entry_of(const unsigned short* table, int symbol, int escape, u8* first, u8* second,
                                         int& exceptions) {
   const u32 entry = table[symbol];
   if (entry) return entry;
@@ -379,8 +379,10 @@ __device__ __forceinline__ u32 entry_of(const unsigned short* table, int symbol,
   *first = 0;
   if (*second) ++exceptions;
   *second = 0;
-  return table[zero];
+  return table[escape];
 }
+
+#define ESCAPE (GRANULARITY == LOSSLESS ? ESCAPE_SYMBOL : ZERO_SYMBOL)  // the symbol of single codes of exceptions
 
 // Give `writer` the symbols of the tile in the stage, in their order.
 template <class W>
@@ -398,16 +400,16 @@ __device__ __forceinline__ void write_symbols(const Tables& t, int head, const u
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         u8 *first = group + places.of(i, 0), *second = group + places.of(i, 1);
-        const int x = *first ? *first - ZERO_SYMBOL : 0, y = *second ? *second - ZERO_SYMBOL : 0;
+        const int x = (*first ? *first : ESCAPE) - ZERO_SYMBOL, y = (*second ? *second : ESCAPE) - ZERO_SYMBOL;
         if (radius) {
           const int symbol = (x + radius) * (2 * radius + 1) + y + radius;
           if (always || i % 2 == 0) writer.ask(need);
           writer.put(entry_of(table, symbol, radius * (2 * radius + 2), first, second, exceptions));
         } else {
           writer.ask(need);
-          writer.put(entry_of(table, x + ZERO_SYMBOL, ZERO_SYMBOL, first, first, exceptions));
+          writer.put(entry_of(table, x + ZERO_SYMBOL, ESCAPE, first, first, exceptions));
           if (always) writer.ask(need);
-          writer.put(entry_of(table, y + ZERO_SYMBOL, ZERO_SYMBOL, second, second, exceptions));
+          writer.put(entry_of(table, y + ZERO_SYMBOL, ESCAPE, second, second, exceptions));
         }
       }
     }
