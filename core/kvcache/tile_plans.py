@@ -209,8 +209,8 @@ class TilePlans:
 
     @property
     def takes_queries(self) -> bool:
-        """Whether `learn` has not been called yet, which takes queries."""
-        return self.options.coder != "lossless" and self.learns
+        """Whether codecs are learnt by `learn`, which takes queries."""
+        return self.options.coder != "lossless"
 
     def learn_lossless(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Fit the codecs of K and V of lossless tiles, but for what these do not pack.

@@ -253,8 +253,8 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
         """Whether codecs are to be learnt from the tokens that are there."""
         if not self._waits or not self.plans.learns or self.packed_tokens:
             return False
-        enough = self._queries is not None or not self.plans.takes_queries
-        return enough and all(history.due for history in self.histories)
+        seen = self._queries is not None or not self.plans.takes_queries
+        return seen and all(history.due for history in self.histories)
 
     @property
     def learns_from(self) -> list[torch.Tensor]:
@@ -326,13 +326,13 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
     ) -> None:
         """Keep the last queries until codecs are learnt, and where sequences begin."""
         self._padding = padding
-        if self.lossless or not self.plans.takes_queries or self.packed_tokens:
+        if self.lossless or not self.plans.learns or self.packed_tokens:
             return
         _, heads, _, dim = self.histories[0].tail.shape
-        if not query.numel() or query.shape[1] % heads or query.shape[3] != dim:
+        takes = self.plans.takes_queries and bool(query.numel())
+        if not takes or query.shape[1] % heads or query.shape[3] != dim:
             return  # of an attention that the fit does not know
         query = query.detach()[:, :, -QUERIES:]
-        first = None if padding is None else padding.first_valid
         if self._queries is not None:
             query = torch.cat([self._queries.tokens, query], dim=2)[:, :, -QUERIES:]
         sinks = options.get("s_aux")
@@ -344,7 +344,7 @@ class KVCompLayer(CompressedLayer):  # type: ignore[no-untyped-call]
             {
                 "scaling": options.get("scaling"),
                 "softcap": options.get("softcap"),
-                "first_valid": first,
+                "first_valid": None if padding is None else padding.first_valid,
                 "sink_logits": sinks,
             },
         )

@@ -65,6 +65,16 @@ def guarded_table(packed: RowStorage) -> TableStorage:
     return table_of(replace(packed, words=guarded(packed.words)))
 
 
+def test_tiles_that_could_not_be_decoded_are_not_coded():
+    fmt = TileFormat(256, 256, torch.bfloat16, Granularity.LOSSLESS, True, 8)
+    case = make_tiles(fmt, n_rows=1, heads=1, rows_per_head=1)
+    kernels, runner = simt_kernels()
+    for pack in (kernels.measure_tiles, kernels.pack_tiles):
+        with pytest.raises(ArgumentError, match="256 x 256 takes 1[0-9]* bytes of shared memory"):
+            pack(case.rows, case.tables)
+    assert not runner.mailbox.any()
+
+
 @pytest.mark.drawn(12)
 @pytest.mark.parametrize("fmt", [*FORMATS, LONG], ids=format_id)
 def test_tiles_have_the_bytes_of_the_twin(fmt):
