@@ -57,6 +57,21 @@ def guarded_words(words):
     return guarded(torch.nn.functional.pad(words, (0, -words.numel() % 4)))
 
 
+by_shape = pytest.mark.parametrize(
+    ("batch", "heads", "group", "n", "dim", "tokens"),
+    [
+        (1, 1, 1, 1, 64, 128),
+        (2, 2, 3, 1, 80, 64),
+        (1, 2, 2, 3, 96, 130),
+        (1, 1, 8, 1, 128, 70),
+        (1, 1, 3, 5, 32, 64),
+        (1, 1, 16, 1, 256, 16),
+        (1, 1, 5, 7, 16, 100),  # three launches of queries
+    ],
+    ids=str,
+)
+
+
 @pytest.fixture(params=["staged", "plain"])
 def way(request, monkeypatch):
     """Serve short contexts by warps in pairs, of which one decodes V, or as longer ones."""
@@ -83,19 +98,7 @@ def both(query, spans, raw=(), seed=0, **options):
 
 @pytest.mark.drawn(8)
 @pytest.mark.usefixtures("way")
-@pytest.mark.parametrize(
-    ("batch", "heads", "group", "n", "dim", "tokens"),
-    [
-        (1, 1, 1, 1, 64, 128),
-        (2, 2, 3, 1, 80, 64),
-        (1, 2, 2, 3, 96, 130),
-        (1, 1, 8, 1, 128, 70),
-        (1, 1, 3, 5, 32, 64),
-        (1, 1, 16, 1, 256, 16),
-        (1, 1, 5, 7, 16, 100),  # three launches of queries
-    ],
-    ids=str,
-)
+@by_shape
 def test_attention_is_that_of_the_twin(batch, heads, group, n, dim, tokens):
     first, last = 5, 37
     query, keys, values = drawn(batch, heads, group, n, dim, first + tokens + last)

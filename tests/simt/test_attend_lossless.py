@@ -16,7 +16,7 @@ from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR
 from bitslab.errors import ArgumentError, CorruptedDataError
 from tests.helpers import dtype_id
 from tests.simt.runner import SimtRunner
-from tests.simt.test_attend import drawn, guarded_span, relative_error
+from tests.simt.test_attend import by_shape, drawn, guarded_span, relative_error
 from tests.tile_spans import span_of, stored, tiles_of
 
 #: Bits of the significand, with the first one.
@@ -66,19 +66,7 @@ def error_beyond_rounding(found, expected):
 @pytest.mark.drawn(12)
 @pytest.mark.usefixtures("way")
 @by_dtype
-@pytest.mark.parametrize(
-    ("batch", "heads", "group", "n", "dim", "tokens"),
-    [
-        (1, 1, 1, 1, 64, 128),
-        (2, 2, 3, 1, 80, 64),
-        (1, 2, 2, 3, 96, 130),
-        (1, 1, 8, 1, 128, 70),
-        (1, 1, 3, 5, 32, 64),
-        (1, 1, 16, 1, 256, 16),
-        (1, 1, 5, 7, 16, 100),  # three launches of queries
-    ],
-    ids=str,
-)
+@by_shape
 def test_attention_is_that_of_the_tokens_as_they_came(dtype, batch, heads, group, n, dim, tokens):
     first, last = 5, 37
     drawn_tensors = drawn(batch, heads, group, n, dim, first + tokens + last)
