@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 import torch
 
+from bitslab.engine.transfer import StreamLane
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
 from bitslab.integrations.transformers.attention import NAME, left_padding
 from bitslab.integrations.transformers.handles import KVHandle
@@ -442,15 +443,15 @@ def recorded(device: torch.device, **options: Any) -> Iterator[Graph]:
         raise BitslabError(f"capture(): CUDA graphs are of GPUs, this cache is on {device}")
     graph = torch.cuda.CUDAGraph()
     if options.get("stream") is None:
-        options["stream"] = _stream_of(device)
+        options["stream"] = _lane_of(device).stream
     with torch.cuda.graph(graph, **options):
         yield graph
 
 
 @cache
-def _stream_of(device: torch.device) -> torch.cuda.Stream:
-    """Return the stream for captures: torch's own one is of the device that captured first."""
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+def _lane_of(device: torch.device) -> StreamLane:
+    """Return the lane for captures: torch's own stream is of the device that captured first."""
+    return StreamLane(device)
 
 
 def checked_tokens(tokens: object) -> int:
