@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -145,35 +145,23 @@ class TokenSteps:
         """
         scaling = query.shape[3] ** -0.5 if scaling is None else scaling
         kernels, short_by = _gpu_kernels(query.device), self._steps.short_by
-        if kernels is None:
-            from ..engine.kernels.cpu.attend import attend
-
-            return attend(
-                query,
-                self._reads.spans,
-                self._reads.raw(self._ends),
-                length=self._length,
-                scaling=scaling,
-                softcap=softcap,
-                sinks=sinks,
-                first_valid=first_valid,
-                own=self._reads.own(),
-                short_by=short_by,
-            )
         key = query.shape, scaling, softcap, sinks is None, first_valid is None
         prepared = self._prepared.get(key)
-        if prepared is None:
-            prepared = kernels.prepare_attention(
-                query,
-                self._reads.spans,
-                self._reads.raw(self._ends),
-                length=self._length,
-                scaling=scaling,
-                softcap=softcap,
-                sinks=sinks,
-                first_valid=first_valid,
-                own=self._reads.own(),
-            )
+        if kernels is None or prepared is None:
+            options: dict[str, Any] = {
+                "length": self._length,
+                "scaling": scaling,
+                "softcap": softcap,
+                "sinks": sinks,
+                "first_valid": first_valid,
+                "own": self._reads.own(),
+            }
+            spans, raw = self._reads.spans, self._reads.raw(self._ends)
+            if kernels is None:
+                from ..engine.kernels.cpu.attend import attend
+
+                return attend(query, spans, raw, short_by=short_by, **options)
+            prepared = kernels.prepare_attention(query, spans, raw, **options)
             # Its counts of blocks, if made in a capture, are zeros in the replays of that alone.
             if not torch.cuda.is_current_stream_capturing():
                 self._prepared[key] = prepared
@@ -202,7 +190,7 @@ class TokenSteps:
         return found if self._own is None else [*found, *self._own.tensors]
 
     def set(self, tokens: int) -> None:
-        """Take note of how many tokens the device has put there, in all."""
+        """Set how many tokens the device has put there, in all."""
         for tail, before in zip(self._tails, self._before, strict=True):
             tail.count(before + tokens - tail.length)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Protocol
 
@@ -35,15 +36,12 @@ class CapturedStep:
 
     Parameters
     ----------
-    steps : CapturedSteps
-        Those of the block, which hold whatever the graph reads.
+    run : callable
+        Replays it, where its block allows that.
     """
 
-    def __init__(self, steps: CapturedSteps) -> None:
-        self._steps = steps
-        self._graph: Graph | None = None
-        self._passes = 0  # that have begun within the capture
-        self._failed = False  # whether one of them has failed
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
 
     def replay(self) -> None:
         """Run the step on the current stream: one token more of each sequence. Waits for nothing.
@@ -54,15 +52,35 @@ class CapturedStep:
             Behind the block, within a capture, of a capture that did not end well, and when there
             is no room; also of an earlier call on the GPU, as a damaged tile. Nothing is run then.
         """
-        self._steps._replay(self._graph)
-
-    def _forget(self) -> None:
-        graph, self._graph = self._graph, None
-        if graph is not None:
-            graph.reset()  # a replay under way goes on to its end
+        self._run()
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         return _none, ()  # graphs belong to their process
+
+
+@dataclass(eq=False)
+class _Capture:
+    """What a block knows of one of its captures.
+
+    Attributes
+    ----------
+    graph : Graph or None
+        None before the capture has begun, and once it is forgotten.
+    passes : int
+        Forward passes that have begun within it.
+    failed : bool
+        Whether one of them has failed.
+    """
+
+    graph: Graph | None = None
+    passes: int = 0
+    failed: bool = False
+
+    def forget(self) -> None:
+        """Drop the graph; a replay under way goes on to its end."""
+        graph, self.graph = self.graph, None
+        if graph is not None:
+            graph.reset()
 
 
 class CapturedSteps:
@@ -112,8 +130,8 @@ class CapturedSteps:
         self._pass = 0  # its number, or that of the last one
         self._began = 0  # the tokens before it
         self._ahead = False  # whether the device may count other tokens than the host
-        self._recording: CapturedStep | None = None  # whose capture is under way
-        self._captured: list[CapturedStep] = []
+        self._recording: _Capture | None = None  # under way
+        self._captured: list[_Capture] = []
         self._open = True
 
     @property
@@ -147,23 +165,23 @@ class CapturedSteps:
         self._check_open("capture()")
         if self._recording is not None or capturing(device):
             raise BitslabError("capture(): within another capture, which is to end before")
-        step = CapturedStep(self)
+        made = _Capture()
         try:
-            self._recording, self._seen = step, []
+            self._recording, self._seen = made, []
             self._pass += 1
             with recorded(device, **options) as graph:
-                step._graph = graph
-                yield step
+                made.graph = graph
+                yield CapturedStep(partial(self._replay, made))
             self._check_open("capture()")
-            if step._passes != 1 or self._seen or step._failed:
-                partly = ", not all of them whole," if self._seen or step._failed else ""
+            if made.passes != 1 or self._seen or made.failed:
+                partly = ", not all of them whole," if self._seen or made.failed else ""
                 raise BitslabError(
-                    f"capture(): {step._passes} forward passes{partly} were captured; a step is "
+                    f"capture(): {made.passes} forward passes{partly} were captured; a step is "
                     "one, of the model with this cache"
                 )
-            self._captured.append(step)
+            self._captured.append(made)
         except BaseException:
-            step._forget()
+            made.forget()
             raise
         finally:
             self._recording, self._seen = None, []
@@ -177,9 +195,10 @@ class CapturedSteps:
                 "each step"
             )
 
-    def _replay(self, graph: Graph | None) -> None:
+    def _replay(self, made: _Capture) -> None:
         """Replay the graph of a step, and count its token."""
         self._check_room("replay()")
+        graph = made.graph
         if graph is None:
             raise BitslabError(
                 "replay(): the capture of this step has not ended, or by an error; capture it anew"
@@ -243,7 +262,7 @@ class CapturedSteps:
         self._pass += 1
         self._seen, self._began = [], self.tokens
         if self._recording is not None:
-            self._recording._passes += 1
+            self._recording.passes += 1
             self._count.step()
             return
         self._take_turn()
@@ -268,7 +287,7 @@ class CapturedSteps:
         self._pass += 1
         self._seen = []
         if self._recording is not None:
-            self._recording._failed = True  # to be discarded, whoever catches the error
+            self._recording.failed = True  # to be discarded, whoever catches the error
             return
         self._ahead = True
         self._set(self._began)
@@ -323,8 +342,8 @@ class CapturedSteps:
             self._take_turn()  # behind the replays
             self._set(self.tokens)  # of all layers alike, whatever has failed
         finally:
-            for step in self._captured:
-                step._forget()
+            for made in self._captured:
+                made.forget()
         # What no history keeps for the streams that take turns.
         kept = [t for each in self._layers.values() for t in each.steps.read_by_graphs]
         if self._first_valid is not None:

@@ -475,7 +475,7 @@ class _AttentionOf:
 
     @property
     def query_heads(self) -> int | None:
-        """Query heads of a layer, where the config tells."""
+        """Query heads of a layer, where the config has them."""
         found = getattr(_decoder(self._config), "num_attention_heads", None)
         return found if isinstance(found, int) else None
 

@@ -135,6 +135,12 @@ def pair(model: Any, batch: int = 1, padding: int = 0, **options: Any) -> list[D
     return [found, found.copied()]
 
 
+def open_block(cache: Any, tokens: Any = 4, **options: Any) -> None:
+    """Open a block of steps, and leave it at once."""
+    with cache.captured_steps(tokens, **options):
+        pass
+
+
 class Imitation:
     """What stands for a graph on the CPU, in which a step is captured at once: see above.
 
@@ -180,7 +186,7 @@ class Imitation:
         """Run it as if it were captured and replayed."""
         with self._patch.context() as patch:
             patch.setattr(captured_steps, "capturing", lambda device: True)
-            patch.setattr(self._steps, "_recording", captured_steps.CapturedStep(self._steps))
+            patch.setattr(self._steps, "_recording", captured_steps._Capture())
             self.logits = self._run()
 
     def reset(self) -> None:

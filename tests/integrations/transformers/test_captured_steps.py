@@ -9,21 +9,22 @@ import contextlib
 import copy
 import pickle
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from bitslab import ArgumentError, ArgumentTypeError, BitslabError, CorruptedDataError
-from bitslab.integrations.transformers import HeavyHitterSelector, KVCompCache, captured_steps
+from bitslab import ArgumentError, BitslabError, CorruptedDataError
+from bitslab.integrations.transformers import captured_steps
 from bitslab.kvcache import PackedHistory, token_steps
 from tests.integrations.transformers.models import prompt_of
 from tests.integrations.transformers.steps import (
     BLOCK,
     PROMPT,
-    SIZES,
     Decoding,
     Imitation,
+    open_block,
     pack,
     pair,
     stepped_model,
@@ -272,10 +273,16 @@ def test_a_step_is_not_replayed_before_its_capture_has_ended_well(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stepped = Decoding(stepped_model("llama"))
-    found: list[Any] = []
+    found: list[captured_steps.CapturedStep] = []
+
+    class Seen(captured_steps.CapturedStep):
+        def __init__(self, run: Callable[[], None]) -> None:
+            super().__init__(run)
+            found.append(self)
+
+    monkeypatch.setattr(captured_steps, "CapturedStep", Seen)
 
     def within() -> torch.Tensor:
-        found.append(steps._recording)
         stepped.forward()
         for call in (found[0].replay, lambda: Imitation(steps, stepped.forward, monkeypatch)):
             with pytest.raises(BitslabError, match="within a"):
@@ -353,7 +360,7 @@ def test_positions_and_padding_that_were_forgotten(monkeypatch: pytest.MonkeyPat
     stepped = Decoding(stepped_model("llama"), batch=2, padding=3)
     model, cache = stepped.model, stepped.cache
     with pytest.raises(ArgumentError, match="attention_mask: None, but the cache holds padding"):
-        refused(cache)
+        open_block(cache)
 
     def forward() -> torch.Tensor:
         with torch.no_grad():
@@ -366,24 +373,24 @@ def test_positions_and_padding_that_were_forgotten(monkeypatch: pytest.MonkeyPat
         forward()  # eager steps may ask
         assert steps.tokens == 1
     with pytest.raises(ArgumentError, match="attention_mask: None"):
-        refused(cache)
+        open_block(cache)
     cache.reset()
     with torch.no_grad():
         model(prompt_of(batch=2, length=PROMPT), past_key_values=cache)
-    refused(cache)
+    open_block(cache)
 
 
 def test_padding_is_known_of_pass_and_first_tokens() -> None:
     """Of caches that keep no first tokens by the last pass, of others by those."""
     stepped = Decoding(stepped_model("llama"), batch=2, padding=3, sinks=0)
     with pytest.raises(ArgumentError, match="attention_mask: None"):
-        refused(stepped.cache)
+        open_block(stepped.cache)
     stepped = Decoding(stepped_model("llama"), batch=2, padding=3)
     for layer in stepped.cache.layers:
         del layer._padding  # as of one that was pickled without it
     with pytest.raises(ArgumentError, match="attention_mask: None"):
-        refused(stepped.cache)
-    refused(stepped.cache, attention_mask=stepped.mask)
+        open_block(stepped.cache)
+    open_block(stepped.cache, attention_mask=stepped.mask)
 
 
 def test_handles_of_a_step_have_one_length() -> None:
@@ -434,7 +441,7 @@ def test_a_block_takes_the_turn_of_all_histories_first(monkeypatch: pytest.Monke
         return real(history)
 
     monkeypatch.setattr(PackedHistory, "take_turn", take_turn)
-    refused(stepped.cache)
+    open_block(stepped.cache)
     assert calls[:5] == ["turn"] * 4 + ["learn"]
 
 
@@ -479,129 +486,6 @@ def fail_at(where: str, layer: int, model: Any, cache: Any, patch: pytest.Monkey
         patch.setattr(cache.layers[layer].histories[1], "check", fails)
     else:
         patch.setattr(model.model.layers[layer].mlp, "forward", fails)
-
-
-CHANGES: dict[str, Any] = {
-    "crop": lambda cache: cache.crop(-1),
-    "reorder": lambda cache: cache.reorder_cache(torch.tensor([0])),
-    "repeat": lambda cache: cache.batch_repeat_interleave(2),
-    "select": lambda cache: cache.batch_select_indices(torch.tensor([0])),
-    "reset": lambda cache: cache.reset(),
-    "another-block": lambda cache: cache.captured_steps(3).__enter__(),
-}
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_block_refuses_what_would_move_its_tokens(change: str) -> None:
-    stepped = Decoding(stepped_model("llama"))
-    with stepped.steps(4):
-        stepped.take(stepped.forward())
-        with pytest.raises(BitslabError, match=r"captured_steps\(\)"):
-            CHANGES[change](stepped.cache)
-        stepped.take(stepped.forward())
-    assert stepped.cache.get_seq_length() == PROMPT + 2
-    if change != "another-block":
-        CHANGES[change](stepped.cache)
-
-
-def test_a_step_that_cannot_be_read_packed_is_refused() -> None:
-    stepped = Decoding(stepped_model("llama"), batch=2)
-    model, cache = stepped.model, stepped.cache
-    with stepped.steps(4) as steps:
-        with torch.no_grad(), pytest.raises(ArgumentError, match="key_states: 3 tokens; within"):
-            model(prompt_of(batch=2, length=3), past_key_values=cache)
-        with torch.no_grad(), pytest.raises(ArgumentError, match="shape"):
-            model(prompt_of(batch=3, length=1), past_key_values=cache)
-        mask = torch.ones(2, PROMPT + 1, dtype=torch.int64)
-        mask[0, :5] = 0
-        with torch.no_grad(), pytest.raises(BitslabError, match="without a mask"):
-            model(stepped.ids, attention_mask=mask, past_key_values=cache)
-        with pytest.raises(BitslabError, match=r"gradients \(run the model within torch.no_grad"):
-            model(stepped.ids, past_key_values=cache)
-        model.set_attn_implementation("sdpa")
-        with torch.no_grad(), pytest.raises(BitslabError, match='attention by "bitslab"'):
-            model(stepped.ids, past_key_values=cache)
-        model.set_attn_implementation("bitslab")
-        assert steps.tokens == 0 and cache.get_seq_length() == PROMPT
-        stepped.take(stepped.forward())
-    plain = Decoding(model, batch=2)
-    plain.eager(1)
-    assert torch.allclose(stepped.all_logits(), plain.all_logits(), rtol=1e-4, atol=1e-4)
-
-
-def refused(cache: Any, tokens: Any = 4, **options: Any) -> None:
-    with cache.captured_steps(tokens, **options):
-        pass
-
-
-ARGUMENTS: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "none": (0, {}, ArgumentError, "tokens: 0, accepted are integers from 1"),
-    "float": (2.5, {}, ArgumentTypeError, "tokens: expected an int, got 2.5"),
-    "mask-list": (
-        4,
-        {"attention_mask": [1]},
-        ArgumentTypeError,
-        "attention_mask: expected a tensor",
-    ),
-    "mask-short": (
-        4,
-        {"attention_mask": torch.ones(1, 9)},
-        ArgumentError,
-        rf"attention_mask: shape \[1, 9\], accepted is \[1, {PROMPT}\]",
-    ),
-    "mask-right": (
-        4,
-        {"attention_mask": torch.ones(1, PROMPT).index_fill(1, torch.tensor([9]), 0)},
-        ArgumentError,
-        "accepted are sequences with padding on the left alone",
-    ),
-}
-
-
-@pytest.mark.parametrize(("tokens", "options", "kind", "text"), ARGUMENTS.values(), ids=ARGUMENTS)
-def test_arguments_are_checked(
-    tokens: Any, options: dict[str, Any], kind: type[Exception], text: str
-) -> None:
-    stepped = Decoding(stepped_model("llama"))
-    with pytest.raises(kind, match=text):
-        refused(stepped.cache, tokens, **options)
-    stepped.eager(2)
-
-
-@pytest.mark.parametrize("offload", [True, 0.5, "auto"])
-def test_words_in_host_memory_are_refused(offload: Any) -> None:
-    stepped = Decoding(stepped_model("llama"), offload=offload)
-    with pytest.raises(ArgumentError, match="offload: packed words lie in host memory"):
-        refused(stepped.cache)
-
-
-def test_caches_that_attention_does_not_read_packed_are_refused() -> None:
-    model = stepped_model("llama")
-    selecting = KVCompCache(model.config, select=HeavyHitterSelector(0.5, 4), offload=False)
-    with pytest.raises(ArgumentError, match="select: "):
-        refused(selecting)
-    with pytest.raises(BitslabError, match="hold a prompt, on one device, this one is on none"):
-        refused(KVCompCache(model.config, offload=False))
-    for options, text in (
-        ({"error": 0}, r"layer 0 .*\(error 0\)"),
-        ({"granularity": "token", "error": 0.3}, r"layer 0 .*\(granularity 'token'\)"),
-        ({"window": 64}, rf"layer 0 .*of {PROMPT} tokens none is packed: there are 4 first and 64"),
-    ):
-        with pytest.raises(BitslabError, match=text):
-            refused(Decoding(model, **options).cache)
-    stepped = Decoding(model)
-    model.set_attn_implementation("sdpa")
-    with pytest.raises(BitslabError, match=r'call model.set_attn_implementation\("bitslab"\)'):
-        refused(stepped.cache)
-
-
-def test_layers_of_other_kinds_are_refused() -> None:
-    model = stepped_model("gemma2")
-    cache = KVCompCache(model.config, **SIZES)
-    with torch.no_grad():
-        model(prompt_of(length=PROMPT), past_key_values=cache)
-    with pytest.raises(BitslabError, match="layers all have full attention, this one has Dynamic"):
-        refused(cache)
 
 
 def test_an_error_within_the_block_leaves_the_tokens_that_were_taken() -> None:
