@@ -2,7 +2,8 @@
 
 Part `cpu`: training on a CPU whose activations go to an SSD, beside plain training, checkpoints,
 save_on_cpu and torch.save in hooks: peak, CPU seconds, gradients; activations_cpu.py says more.
-Then steps of a planner that has nothing to do beside plain ones, in turns; activations_idle.py.
+Then steps of planners beside plain ones, in turns: of those that have nothing to do, and with a
+disk; activations_turns.py.
 
 Part `gpu`: steps and peaks of activations at the paper's shapes, beside peers;
 activations_gpu.py says more.
@@ -71,9 +72,8 @@ def make_parser() -> argparse.ArgumentParser:
     add("--cpu-tokens", type=int, default=256, help="cpu: of a sequence (default: %(default)s)")
     add("--cpu-ways", nargs="+", choices=WAYS, metavar="WAY", default=list(WAYS),
         help=f"cpu: beside plain (default: all of {', '.join(WAYS)})")  # fmt: skip
-    add("--idle-turns", type=int, default=40,
-        help="cpu: of plain steps and those of a planner that has nothing to do, 0 for none "
-        "(default: %(default)s)")  # fmt: skip
+    add("--turns", type=int, default=40,
+        help="cpu: of plain and planned steps, 0 for none (default: %(default)s)")  # fmt: skip
     add("--sites", nargs="+", type=int, help="plan: of drawn steps (default: 12 40 500)")
     add("--milp-seconds", type=float, default=10.0, help="plan: for a program (default: 10)")
     add_output(parser)

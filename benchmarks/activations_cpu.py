@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import activations_idle
+import activations_turns
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -217,7 +217,7 @@ def row_of(way: str, runs: list[dict[str, Any]], plain: list[dict[str, Any]]) ->
 
 
 def cpu(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[str, Rows]:
-    """Return a table for each allocator, and that of a planner that has nothing to do."""
+    """Return a table for each allocator, and that of planned steps beside plain ones."""
     tables: dict[str, Rows] = {}
     ways = list(dict.fromkeys((WAYS[0], *arguments.cpu_ways)))
     with tempfile.TemporaryDirectory(dir=arguments.folder or os.getcwd()) as folder:
@@ -232,8 +232,9 @@ def cpu(arguments: argparse.Namespace, progress: Callable[[str], None]) -> dict[
                 f"{arguments.cpu_tokens} tokens, one thread: {name}"
             )
             tables[title] = [row_of(way, found, runs["plain"]) for way, found in runs.items()]
-    if arguments.idle_turns:
-        tables |= activations_idle.table(arguments, lambda: Layers(False), HIDDEN, progress)
+        if arguments.turns:
+            make = lambda: Layers(False)  # noqa: E731
+            tables |= activations_turns.table(arguments, make, HIDDEN, folder, progress)
     return tables
 
 

@@ -13,10 +13,11 @@ computes.
 
 The peak of activations is what the device held at most in a step beyond weights and gradients.
 "planned 55%" has a limit at 55 % of what keeping takes, "planned 3%" the least memory found for 3 %
-of a step, "planned, nothing to do" one far above the peak; with --at-peaks the planner is also
-given the peak of every peer. The fastest step counts; each step has fresh ids. Gradients are those
-of the first layer's parameters for the same ids and dropout, beside those of keeping; "keep" has
-those of keeping once more, which differ where attention adds in any order.
+of a step ("disk": with the folder as the only tier), "planned, nothing to do" one far above the
+peak; with --at-peaks the planner is also given the peak of every peer. The fastest step counts;
+each step has fresh ids. Gradients are those of the first layer's parameters for the same ids and
+dropout, beside those of keeping; "keep" has those of keeping once more, which differ where
+attention adds in any order.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ import argparse
 import gc
 import importlib
 import math
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from activations_idle import IDLE, LIMIT_BYTES
 from activations_rok import (
     VOCABULARY,
     Job,
@@ -42,6 +43,7 @@ from activations_rok import (
     warm_up,
     what_of,
 )
+from activations_turns import IDLE, LIMIT_BYTES, PLANNED_DISK
 from torch import nn
 
 import bitslab
@@ -51,8 +53,8 @@ SHAPES = ("8192x4", "12288x3", "16384x2")
 MODELS = ("gpt2", "bert", "t5", "llama")
 #: Ways of the table; those behind "planned" are peers.
 WAYS = (
-    "keep", "checkpoint", "save_on_cpu", "raw", "planned 55%", "planned 3%", IDLE, "torchtune",
-    "trl", "deepspeed", "compile",
+    "keep", "checkpoint", "save_on_cpu", "raw", "planned 55%", "planned 3%", PLANNED_DISK, IDLE,
+    "torchtune", "trl", "deepspeed", "compile",
 )  # fmt: skip
 #: Steps before those that are timed, and more where they are short: of the planner until its plans
 #: were compared.
@@ -155,6 +157,9 @@ def entered(job: Job, way: str, limit_bytes: int) -> Iterator[tuple[Contexts, An
         offload = attach(job, memory=limit_bytes)
     elif way == "planned 3%":
         offload = attach(job, slowdown=SLOWDOWN)
+    elif way == PLANNED_DISK:
+        folder = job.arguments.folder or os.getcwd()
+        offload = attach(job, slowdown=SLOWDOWN, disk=folder, tiers="disk")
     elif way == IDLE:
         offload = attach(job, memory=LIMIT_BYTES)
     elif way == "raw":
@@ -273,6 +278,12 @@ def way_row(
         "activations MB": (peak - base) / 1e6,
         "moved MB": moved / 1e6,
         "GB/s": moved / seconds / 1e9,
+        "written MB": (after.get("disk_written_bytes", 0) - before.get("disk_written_bytes", 0))
+        / arguments.repetitions
+        / 1e6,
+        "waits ms": (after.get("stall_us", 0) - before.get("stall_us", 0))
+        / arguments.repetitions
+        / 1e3,
         "planned MB": said,
     }
     return row, peak - base, found

@@ -195,16 +195,28 @@ def attach(job: Job, **options: Any) -> bitslab.ActivationOffload:
 def limits_of(job: Job, shares: Sequence[float]) -> list[int]:
     """Return limits of memory between the least possible and that of keeping everything."""
     offload = attach(job, memory=1 << 50)
-    for _ in range(8):
-        job.step()
-        if offload.step_profile is not None:
-            break
-    assert offload.step_profile is not None
-    timeline = Timeline(offload.step_profile)
+    timeline = profiled(offload, job.step)
     most = timeline.predict(timeline.keep_all()).peak_bytes
     least = Solver(timeline).least().prediction.peak_bytes
     offload.detach()
     return [int(least + share * (most - least)) for share in shares]
+
+
+def profiled(offload: bitslab.ActivationOffload, step: Callable[[], object]) -> Timeline:
+    """Run steps until one was profiled; return its timeline."""
+    for _ in range(8):
+        step()
+        if offload.step_profile is not None:
+            return Timeline(offload.step_profile)
+    raise RuntimeError("no step was profiled")
+
+
+def kept_bytes(model: nn.Module, step: Callable[[], object]) -> int:
+    """Return the peak of saved tensors when all are kept, as a planner sees it."""
+    offload = bitslab.offload_activations(model, memory=1 << 50)
+    timeline = profiled(offload, step)
+    offload.detach()
+    return int(timeline.predict(timeline.keep_all()).peak_bytes)
 
 
 def prediction_rows(name: str, arguments: argparse.Namespace, report: Report) -> Rows:

@@ -41,6 +41,7 @@ from .moments import Moment, now
 from .on_disk import DiskMoves
 from .originals import Originals
 from .staging import StagedBlob, Staging, release_in_order
+from .stalls import StallTier
 from .tiers import Tier, Tiers
 from .traffic import Observed, SentBlob, Traffic, encode
 
@@ -119,11 +120,9 @@ class Executor:
         self._room = HostRoom(self.on_gpu, self._tiers.limit)
         self._packing: HostPacking | None = None
         self._swaps = Swaps(self.device)
-        self.traffic = Traffic(self._came_back, self._observed)
-        self._originals = Originals(
-            self.device, self.traffic, self._wait, self._failed, self._send_again
-        )
-        self._staging = Staging(self._originals.give_up, self._settle_staged, self.traffic.numbers)
+        self.traffic = Traffic(self.device, self._came_back, self._observed)
+        self._originals = Originals(self.device, self.traffic, self._failed, self._send_again)
+        self._staging = Staging(self._originals.give_up, self._settle_staged, self.traffic)
         self._disk: DiskMoves | None = None
         if self._tiers.disk is not None:
             self._disk = DiskMoves(self._tiers.disk, self._room, self.traffic, self.on_gpu)
@@ -385,13 +384,6 @@ class Executor:
         self._sent(copy, host, bound)
         self._staging.add(copy, staged, False)
 
-    def _wait(self, mark: Mark, current: torch.cuda.Stream | None = None) -> None:
-        """Make what computes wait: torch's current stream, or the host for a thread."""
-        if isinstance(mark, ThreadTask):
-            self.traffic.wait_for(mark)
-        else:
-            mark.wait(current_stream(self.device) if current is None else current)
-
     # And back
 
     def read_ahead(self, copy: StoredCopy) -> None:
@@ -423,7 +415,7 @@ class Executor:
                     return
                 if not now and (not reading.done() or reading.exception() is not None):
                     return  # whoever wants it waits for it, or gets the error
-                self.traffic.wait_for(reading)
+                self.traffic.stalls.wait(reading, "disk")
                 copy.reading, stored = None, reading
                 host = reading.result()
                 used = host.nbytes
@@ -513,7 +505,7 @@ class Executor:
         """
         stored = copy.stored
         if isinstance(stored, ThreadTask):
-            self.traffic.wait_for(stored)
+            self.traffic.stalls.wait(stored, "host")
             self._release(self.in_flight_bytes)  # which reports one that failed
             return stored.exception() is None
         return True
@@ -545,16 +537,14 @@ class Executor:
         fetched, arrived = copy.fetched, copy.arrived
         assert arrived is not None
         copy.fetched = copy.arrived = copy.reading = None
-        if not isinstance(arrived, ThreadTask):
-            arrived.wait(current)  # type: ignore[arg-type]
-        else:
-            if not arrived.done():
-                self.traffic.wait_for(arrived)
+        tier: StallTier = "host" if copy.ticket is None else "disk"
+        self.traffic.stalls.wait(arrived, tier, current)
+        if isinstance(arrived, ThreadTask):
             made = arrived.result()
             if fetched is None:  # read from the disk
                 fetched = made
             elif made is not None:  # an event of what a thread has unpacked
-                self._wait(made)
+                self.traffic.stalls.wait(made, tier, current)
         assert fetched is not None
         if current is not None and copy.restored_on is not current:
             copy.use_here(fetched, current)  # it may have been fetched for another stream

@@ -10,6 +10,9 @@ from ..engine.kernels.cuda.stream import current_stream
 
 #: A moment: of the clock of the host, or of the stream that computes.
 Moment = float | torch.cuda.Event
+#: Of so many pieces of work of a kind one is timed: two events cost the host some microseconds. A
+#: prime, so that those of a layer take turns.
+TIMED_EVERY = 13
 
 
 def now(device: torch.device) -> Moment:

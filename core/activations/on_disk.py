@@ -154,7 +154,7 @@ class DiskMoves:
             if copy is not None and copy.ticket is not None:
                 begin = time.perf_counter()
                 self.tier.wait(copy.ticket)
-                self._traffic.stall_seconds += time.perf_counter() - begin
+                self._traffic.stalls.waited("disk", time.perf_counter() - begin)
             del copy
             before = len(self._writing)
             self._go_on()

@@ -25,8 +25,6 @@ class Originals:
         The device.
     traffic : Traffic
         Counts what is away.
-    wait : callable
-        Makes what computes wait for a mark.
     failed : callable
         Called with the name of a site and an error, where a copy failed; the original is kept.
     send_again : callable
@@ -44,12 +42,11 @@ class Originals:
         self,
         device: torch.device,
         traffic: Traffic,
-        wait: Callable[[Mark], None],
         failed: Callable[[str, BaseException], None],
         send_again: Callable[[StoredCopy], None],
     ) -> None:
         self._device, self._traffic = device, traffic
-        self._wait, self._failed, self._send_again = wait, failed, send_again
+        self._failed, self._send_again = failed, send_again
         self.unsure_bytes = self.in_flight_bytes = 0
         self._in_flight: deque[tuple[weakref.ref[StoredCopy], Mark, int, int]] = deque()
         self._unsure: deque[tuple[weakref.ref[StoredCopy], SentBlob]] = deque()
@@ -80,7 +77,7 @@ class Originals:
                 over = self.unsure_bytes + self.in_flight_bytes > allowed_bytes
                 if not over or not isinstance(blob.stored, ThreadTask):
                     break
-                self._traffic.wait_for(blob.stored)
+                self._traffic.stalls.wait(blob.stored, "host")
             self._settle(*self._unsure.popleft())
         in_flight = self._in_flight
         while in_flight:
@@ -89,7 +86,7 @@ class Originals:
             if not over and not (done.done() if isinstance(done, ThreadTask) else done.query()):
                 return
             if over:  # for one that nobody wants any more, too: its memory is in use until then
-                self._wait(done)
+                self._traffic.stalls.wait(done, "host", current)
             copy = ref()
             if copy is not None and copy.original is not None:
                 error = done.exception() if isinstance(done, ThreadTask) else None

@@ -120,10 +120,13 @@ class ActivationReport:
         moved, crossed = (
             stats[f"{what}_out_bytes"] / self.passes / 1e6 for what in ("moved", "crossed")
         )
+        waits = f"{stats['host_stall_us'] / 1e3 / self.passes:,.3g} ms for host memory"
+        if self.disk is not None:
+            waits += f" and {stats['disk_stall_us'] / 1e3 / self.passes:,.3g} ms for the disk"
         return (
             f"At most {stats['peak_saved_bytes'] / 1e6:,.1f} MB of saved tensors were away from "
             f"the device at one time. A pass moves {moved:,.1f} MB, which cross as {crossed:,.1f}, "
-            f"and waits {stats['stall_us'] / 1e3 / self.passes:,.3g} ms on the host."
+            f"and waits {waits}."
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -18,7 +18,7 @@ import math
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 
@@ -30,7 +30,8 @@ from .copies import StoredCopy
 from .host_room import HostMemory
 from .limits import STAGED_COPIES
 from .originals import Originals
-from .traffic import SentBlob
+from .stalls import Stalls
+from .traffic import SentBlob, Traffic
 
 
 class StagedBlob:
@@ -117,11 +118,11 @@ class StagedBlob:
             self.data.record_stream(current)
         return self.data
 
-    def wait_until_sent(self) -> None:
+    def wait_until_sent(self, stalls: Stalls) -> None:
         """Make torch's current stream wait until it is on the host."""
         assert self.sent is not None
         current = current_stream(self.data.device)
-        self.sent.wait(current)
+        stalls.wait(self.sent, "host", current)
         if current == self.home:
             self._lanes = ()
 
@@ -149,8 +150,8 @@ class Staging:
     settle : callable
         Called with what is known by now of a copy whose host memory may be too small, and with it
         staged.
-    numbers : iterator of int
-        Of copies, in the order in which they are sent.
+    traffic : Traffic
+        Numbers copies in the order in which they are sent, and counts waits for them.
 
     Attributes
     ----------
@@ -164,9 +165,10 @@ class Staging:
         self,
         give_up: Callable[[StoredCopy, torch.cuda.Stream], None],
         settle: Callable[[StoredCopy | None, SentBlob, StagedBlob], None],
-        numbers: Iterator[int],
+        traffic: Traffic,
     ) -> None:
-        self._give_up, self._settle, self._numbers = give_up, settle, numbers
+        self._give_up, self._settle = give_up, settle
+        self._numbers, self._stalls = traffic.numbers, traffic.stalls
         #: Copies whose originals are being encoded.
         self._encoding: deque[tuple[weakref.ref[StoredCopy], StagedBlob, int]] = deque()
         self._encoding_bytes = 0
@@ -222,7 +224,7 @@ class Staging:
                 if current is None:
                     current = current_stream(staged.data.device)
                 if over:
-                    staged.encoded.wait(current)
+                    self._stalls.wait(staged.encoded, "host", current)
                 self._give_up(copy, current)
             self._encoding.popleft()
             self._encoding_bytes -= nbytes
@@ -249,7 +251,7 @@ class Staging:
         if blob.is_known:
             staged.retire()
         else:
-            staged.wait_until_sent()
+            staged.wait_until_sent(self._stalls)
         self.sending_bytes -= staged.data.shape[0]
         self._leave(ref, staged)
 

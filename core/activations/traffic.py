@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import itertools
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,12 +12,10 @@ import torch
 
 from ..engine.codecs.blob import HEADER_BYTES, FlatCodec
 from ..engine.tasks import ThreadTask
-from ..engine.transfer import Mark, wait_on_host
+from ..engine.transfer import Mark
 from .host_room import FETCHED_MARGIN, HostMemory, LearntSizes
-from .moments import Moment, has_passed, now, seconds_between
-
-#: Of so many encodings, and of so many decodings, one is timed: events cost the host a little.
-TIMED_EVERY = 13
+from .moments import TIMED_EVERY, Moment, has_passed, now, seconds_between
+from .stalls import Stalls
 
 
 class SentBlob:
@@ -108,6 +105,8 @@ class Traffic:
 
     Parameters
     ----------
+    device : torch.device
+        The device.
     came_back : callable
         Called with a site, and the bytes before packing and as they crossed, for each copy that
         came back.
@@ -122,19 +121,22 @@ class Traffic:
         What crossed to the host for those whose size is known by now.
     peak_away_bytes : int
         Most bytes of saved tensors that were on the host alone, or on a disk, at one time.
-    stall_seconds : float
-        How long the host has waited for threads that copy, write or read.
+    stalls : Stalls
+        How long what computes has waited for copies.
     sizes : LearntSizes
         What blobs needed.
     """
 
     def __init__(
-        self, came_back: Callable[[str, int, int], None], observed: Observed | None
+        self,
+        device: torch.device,
+        came_back: Callable[[str, int, int], None],
+        observed: Observed | None,
     ) -> None:
         self._came_back, self._observed = came_back, observed
         self.moved_out_bytes = self.moved_in_bytes = 0
         self.crossed_out_bytes = self.peak_away_bytes = 0
-        self.stall_seconds = 0.0
+        self.stalls = Stalls(device)
         self.sizes = LearntSizes()
         self._away_bytes = 0
         #: Blobs whose size is not known yet, and what is timed and not over; see `poll`.
@@ -194,13 +196,6 @@ class Traffic:
         """Count bytes that are on the device again."""
         self._away_bytes -= nbytes
 
-    def wait_for(self, mark: Mark) -> None:
-        """Wait for a mark on the host, and count how long."""
-        if not is_done(mark):
-            begin = time.perf_counter()
-            wait_on_host(mark)
-            self.stall_seconds += time.perf_counter() - begin
-
     def is_due(self, decodes: bool) -> bool:
         """Return whether the next encoding or decoding is to be timed."""
         if self._observed is None:
@@ -218,6 +213,7 @@ class Traffic:
 
     def poll(self) -> None:
         """Take note of sizes and times that are known by now; waits for nothing."""
+        self.stalls.poll()
         while self.unknown and is_done(self.unknown[0].stored):
             self.learn(self.unknown.popleft())
         while self.timed:

@@ -18,13 +18,13 @@ def print_runs(console: Console, runs: Sequence[Run]) -> None:
         caption="step: the median, in ms; CPU: seconds of the cheapest step, of all threads; peak: "
         "MB beyond what was there before training; MB a step of the tensors that left the device "
         "(as they were > as they crossed), remained on the host, were written to the disk, read, "
-        "and wanted before they were written; stall: ms a step that was waited for these tiers",
+        "and wanted before they were written; waits: ms a step for host memory and for the disk",
         caption_justify="left",
     )
     shown.add_column("way")
     for heading in (
         *("loss", "step", "tokens/s", "CPU", "peak", "out", "host", "written", "read", "forwarded"),
-        *("stall", "losses"),
+        *("waits: host", "disk", "losses"),
     ):
         shown.add_column(heading, justify="right")
     for run in runs:
@@ -46,7 +46,8 @@ def print_runs(console: Console, runs: Sequence[Run]) -> None:
                 megabytes(run, f"disk_{what}_bytes") if run.has_disk else ""
                 for what in ("written", "read", "forwarded")
             ),
-            f"{run.a_step('stall_us') / 1e3:,.1f}" if out else "",
+            f"{run.a_step('host_stall_us') / 1e3:,.1f}" if out else "",
+            f"{run.a_step('disk_stall_us') / 1e3:,.1f}" if run.has_disk else "",
             verdict,
         )
     console.print(shown)

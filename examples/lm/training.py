@@ -30,7 +30,8 @@ COUNTED = (
     "disk_written_bytes",
     "disk_read_bytes",
     "disk_forwarded_bytes",
-    "stall_us",
+    "host_stall_us",
+    "disk_stall_us",
 )
 
 

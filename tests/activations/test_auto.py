@@ -18,9 +18,9 @@ from bitslab.activations import auto as auto_module
 from bitslab.activations import hooks as hooks_module
 from bitslab.activations import profile as profile_module
 from bitslab.activations import time_models
+from bitslab.activations.moments import TIMED_EVERY
 from bitslab.activations.policies import USUAL_CODECS, Codecs
 from bitslab.activations.profile import PassProfile
-from bitslab.activations.traffic import TIMED_EVERY
 from bitslab.engine import advisor
 from bitslab.engine import codecs as codecs_module
 

@@ -15,8 +15,8 @@ from torch import nn
 import bitslab
 from bitslab.activations import Lossy
 from bitslab.activations.auto import AutoPolicy
+from bitslab.activations.moments import TIMED_EVERY
 from bitslab.activations.policies import blob_codec_names
-from bitslab.activations.traffic import TIMED_EVERY
 from bitslab.engine.codecs import ZfpCodec
 from bitslab.engine.codecs.registry import get_codec
 from bitslab.engine.memory import host_arena

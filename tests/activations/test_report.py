@@ -64,14 +64,16 @@ def test_every_site_has_a_row_of_its_own_where_that_is_asked_for() -> None:
 def test_the_memory_that_was_saved_and_the_waits_are_printed() -> None:
     stats = {
         "moved_tensors": 40, "moved_out_bytes": 1_208_000_000, "crossed_out_bytes": 806_000_000,
-        "peak_saved_bytes": 600_500_000, "stall_us": 12_000,
+        "peak_saved_bytes": 600_500_000, "host_stall_us": 12_000, "disk_stall_us": 3000,
     }  # fmt: skip
     report = replace(REPORT, stats=stats, passes=2, notes=["What is to be known."])
     said = (
         "At most 600.5 MB of saved tensors were away from the device at one time. A pass moves "
-        "604.0 MB, which cross as 403.0, and waits 6 ms on the host."
+        "604.0 MB, which cross as 403.0, and waits 6 ms for host memory."
     )
     assert report.summary() == said
+    with_disk = replace(report, disk={})
+    assert with_disk.summary() == said[:-1] + " and 1.5 ms for the disk."
     assert str(report).endswith(f"\n{said}\nWhat is to be known.\n")
     assert report.to_dict()["passes"] == 2
     for nothing in (REPORT, replace(report, passes=0)):

@@ -38,12 +38,12 @@ def test_every_way_has_the_gradients_of_plain_training(
 
     monkeypatch.setattr(ways, "measure", measure)
     given = ["--only", "cpu", "--repetitions", "1", "--json", "--folder", str(tmp_path)]
-    given += ["--idle-turns"]
+    given += ["--turns"]
     assert benchmark.main([*given, "1"]) == 0
     tables = json.loads(capsys.readouterr().out)
-    *_, (title, idle) = tables.items()
-    assert title == "planned, nothing to do: 4 x 256 tokens, medians of 1 turns"
-    assert idle[-1]["plan"].startswith("Declined: all fits") and tables.pop(title)
+    *_, (title, planned) = tables.items()
+    assert title == "planned steps beside plain ones: 4 x 256 tokens, medians of 1 turns"
+    assert planned[2]["plan"].startswith("Declined: all fits") and tables.pop(title)
     assert len(tables) == len(ways.ALLOCATORS)
     for rows in tables.values():
         by_way = {row["way"]: row for row in rows}

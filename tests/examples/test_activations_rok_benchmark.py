@@ -132,19 +132,27 @@ def test_pictures_have_a_place_for_each_model(script: Any, tmp_path: Path) -> No
     assert (tmp_path / "rok.png").read_bytes().startswith(PNG)
 
 
-def test_steps_of_a_planner_that_has_nothing_to_do(script: Any) -> None:
-    idle = importlib.import_module("activations_idle")
+def test_planned_steps_take_turns_with_plain_ones(script: Any, tmp_path: Path) -> None:
+    turns = importlib.import_module("activations_turns")
 
     def make() -> nn.Module:
         return nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Dropout(0.1), nn.Linear(64, 32))
 
     arguments = script.make_parser().parse_args(
-        "--only cpu --cpu-batch 8 --cpu-tokens 256 --idle-turns 3".split()
+        "--only cpu --cpu-batch 8 --cpu-tokens 256 --turns 3".split()
     )
     said: list[str] = []
-    ((title, rows),) = idle.table(arguments, make, 32, said.append).items()
-    assert title == "planned, nothing to do: 8 x 256 tokens, medians of 3 turns"
-    assert [row["way"] for row in rows] == list(idle.WAYS)
-    assert float(rows[0]["times plain"]) == 1 and float(rows[2]["times plain"]) > 0
-    assert rows[2]["plan"].startswith("Declined: all fits")
-    assert rows[2]["gradients"] == "equal"
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    found = turns.table(arguments, make, 32, str(folder), said.append)
+    ((title, rows),) = found.items()
+    assert title == "planned steps beside plain ones: 8 x 256 tokens, medians of 3 turns"
+    by_way = {row["way"]: row for row in rows}
+    assert tuple(by_way) == turns.WAYS
+    assert float(by_way["plain"]["times plain"]) == 1
+    assert {row["gradients"] for row in rows} == {"equal"}
+    for way in (turns.IDLE, turns.NEAR):
+        assert by_way[way]["plan"].startswith("Declined: all fits")
+        assert by_way[way]["written MB"] == by_way[way]["waits ms"] == 0
+    assert by_way[turns.PLANNED_DISK]["plan"] != "none"
+    assert said and not list(folder.iterdir())

@@ -106,8 +106,10 @@ def test_a_plan_has_the_disk_that_is_given(script: Any, train: Any, tmp_path: Pa
 
 
 def test_the_table_has_bytes_and_stalls_by_tier() -> None:
-    counted = {"moved_out_bytes": 16_000_000, "crossed_out_bytes": 12_000_000, "stall_us": 3000}
+    counted = {"moved_out_bytes": 16_000_000, "crossed_out_bytes": 12_000_000}
+    counted["host_stall_us"] = 3000
     disk = {f"disk_{what}_bytes": 8_000_000 for what in ("written", "read")}
+    disk["disk_stall_us"] = 5000
     said = io.StringIO()
     runs = [
         Run(way, [1.0] * 2, [0.5] * 2, [0.25] * 2, 8, 0, {**counted, **more}, [], [], bool(more))
@@ -116,8 +118,8 @@ def test_the_table_has_bytes_and_stalls_by_tier() -> None:
     print_runs(Console(file=said, width=200), runs)
     lines = [line for line in said.getvalue().splitlines() if line.startswith("│")]
     host, planned = ([cell.strip() for cell in line.split("│")[7:-1]] for line in lines)
-    assert host == ["8.0 > 6.0", "6.0", "", "", "", "1.5", ""]
-    assert planned == ["8.0 > 6.0", "2.0", "4.0", "4.0", "0.0", "1.5", ""]
+    assert host == ["8.0 > 6.0", "6.0", "", "", "", "1.5", "", ""]
+    assert planned == ["8.0 > 6.0", "2.0", "4.0", "4.0", "0.0", "1.5", "2.5", ""]
 
 
 def test_minilm_is_trained_with_its_own_weights(
