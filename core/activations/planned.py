@@ -43,7 +43,7 @@ from .pass_record import PassPlan, PassRecord
 from .planned_passes import choice_of, packed_bytes, pass_plan
 from .planned_tiers import PlannedTiers
 from .policies import CHECKPOINT, KEEP, RAW, Choice, Codecs
-from .resting import MOST_SHARE, RestingPasses
+from .resting import RestingPasses
 from .sites import Select, Site, inside_module
 from .step_recorder import RecordedStep, StepRecorder
 from .tiers import Tiers
@@ -113,7 +113,7 @@ class PlannedPolicy:
         self.profile: StepProfile | None = None
         self._pass_plan: PassPlan | None = None
         self._planned_on = torch.device("cpu")
-        self._fits_by_far = False
+        self._fits = False
         self.resting = RestingPasses()
         self._profiling = False
         self._passes = self._attempts = self._planned_passes = 0
@@ -175,9 +175,9 @@ class PlannedPolicy:
 
     @property
     def is_idle(self) -> bool:
-        """Whether all is kept, and fits by far, and nothing is to be profiled."""
+        """Whether all is kept, and fits, and nothing is to be profiled."""
         busy = self._recording is not None or self._earlier is not None or self._larger
-        return self._fits_by_far and not busy and not self._withdrawn
+        return self._fits and not busy and not self._withdrawn
 
     # Decisions
 
@@ -383,11 +383,11 @@ class PlannedPolicy:
     def _follow(self, plan: Plan, passes: PassPlan, profile: StepProfile) -> None:
         self.plan, self._pass_plan, self.profile = plan, passes, profile
         self._planned_on = self._device()
-        self._fits_by_far = plan.declined and (
-            self._memory is None
-            or plan.plain.peak_bytes <= MOST_SHARE * limit_bytes(self._memory, self._planned_on)
-        )
-        self.resting.forget()
+        share = 0.0
+        if self._memory is not None:
+            share = plan.plain.peak_bytes / limit_bytes(self._memory, self._planned_on)
+        self._fits = plan.declined and share <= 1
+        self.resting.begin(share)
         self._planned_passes = 0
         self._measuring.clear()
         self._steps.clear()

@@ -1,7 +1,8 @@
 """Passes without hooks: of a model whose plan changes nothing, with inputs like those of others.
 
-A planner that has nothing to do is to cost nothing: where all is kept, and takes far less than the
-limit, passes whose inputs were seen before are left to torch, but for one in some of each kind.
+A planner that has nothing to do is to cost nothing: where all is kept, passes whose inputs were
+seen before are left to torch, but for one in some of each kind; for every second one where keeping
+all takes almost as much as the limit allows, since what branches a pass takes is not seen.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ import torch
 
 from ..saved_hooks import present_hooks
 
-#: Of passes with inputs of a kind, one of so many is seen all the same.
-SEEN_EVERY = 16
-#: Share of the limit that a step's peak may be: what branches a pass takes is not seen.
-MOST_SHARE = 0.75
+#: Of passes with inputs of a kind, one of so many is seen all the same: where a step's peak is at
+#: most `FAR_SHARE` of the limit, and where it is nearer, behind `NEAR_SEEN` that saved what was
+#: planned.
+SEEN_EVERY, SEEN_EVERY_NEAR = 16, 2
+FAR_SHARE = 0.75
+NEAR_SEEN = 4
 #: Kinds of inputs that are known, and values of inputs that are looked at, at most.
 MOST_KINDS, MOST_VALUES = 1024, 64
 #: What decides with its value what a pass does.
@@ -28,13 +31,19 @@ class RestingPasses:
     """Which passes are left to torch."""
 
     def __init__(self) -> None:
-        #: By hash of a kind, the passes since one was seen.
+        #: By hash of a kind, the passes since one was seen, and how many were seen.
         self._unseen: dict[int, int] = {}
+        self._seen: dict[int, int] = {}
+        self._every, self._known_after = SEEN_EVERY, 1
         self._local = threading.local()
 
-    def forget(self) -> None:
-        """Let passes with inputs of each kind be seen again."""
+    def begin(self, share: float) -> None:
+        """Let passes with inputs of each kind be seen again; a step takes a share of the limit."""
         self._unseen.clear()
+        self._seen.clear()
+        near = share > FAR_SHARE
+        self._every = SEEN_EVERY_NEAR if near else SEEN_EVERY
+        self._known_after = NEAR_SEEN if near else 1
 
     def rests(self, state: Hashable, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether a pass is left to torch; else it is to be seen.
@@ -55,8 +64,8 @@ class RestingPasses:
         if kind is None:
             return False
         key = hash((state, modes, kind))
-        unseen = self._unseen.get(key, SEEN_EVERY)
-        if unseen < SEEN_EVERY - 1:
+        unseen = self._unseen.get(key, self._every)
+        if unseen < self._every - 1:
             self._unseen[key] = unseen + 1
             return True
         self._local.kind = key
@@ -67,9 +76,12 @@ class RestingPasses:
         key, self._local.kind = getattr(self._local, "kind", None), None
         if key is None or not as_planned:
             return
-        if len(self._unseen) >= MOST_KINDS:
+        if len(self._seen) >= MOST_KINDS:
             self._unseen.clear()
-        self._unseen[key] = 0
+            self._seen.clear()
+        seen = self._seen[key] = self._seen.get(key, 0) + 1
+        if seen >= self._known_after:
+            self._unseen[key] = 0
 
 
 def kind_of(*given: Any) -> Hashable | None:

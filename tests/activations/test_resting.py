@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import bitslab
 from bitslab.activations.hooks import SavedTensorHooks
-from bitslab.activations.resting import SEEN_EVERY, kind_of
+from bitslab.activations.resting import NEAR_SEEN, SEEN_EVERY, kind_of
 from tests.activations.test_planned import KEPT_BYTES, ROWS, blocks, steps
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_measuring", "holds")
@@ -71,12 +71,28 @@ def test_a_larger_batch_is_seen_and_planned(seen: list[int]) -> None:
     assert seen
 
 
-def test_a_plan_that_hardly_fits_is_followed_with_hooks(seen: list[int]) -> None:
+def test_of_a_plan_that_hardly_fits_every_second_pass_has_hooks(seen: list[int]) -> None:
     model = blocks()
     idle(model, memory=int(1.2 * KEPT_BYTES))
+    hooked = []
+    for _ in range(NEAR_SEEN + 8):
+        seen.clear()
+        list(steps(model, 1))
+        hooked.append(bool(seen))
+    until_known = hooked.index(False)
+    assert until_known < NEAR_SEEN and all(hooked[:until_known])
+    assert hooked[until_known:] == [bool(i % 2) for i in range(len(hooked) - until_known)]
+
+
+def test_a_larger_batch_that_does_not_fit_is_planned_at_once(seen: list[int]) -> None:
+    model = blocks()
+    offload = idle(model, memory=int(1.2 * KEPT_BYTES))
+    list(steps(model, NEAR_SEEN + 8))
     seen.clear()
-    list(steps(model, 2))
-    assert seen
+    list(steps(model, 1, rows=lambda _: 2 * ROWS))
+    assert 2 * ROWS in seen
+    list(steps(model, 16, rows=lambda _: 2 * ROWS))
+    assert offload.plan is not None and not offload.plan.declined
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["from-the-first-pass", "later"])
