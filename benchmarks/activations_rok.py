@@ -293,7 +293,7 @@ def warm_up(
 
     Under load its clocks fall within seconds, so that a way with few such steps would seem faster.
     """
-    least_s = WARM_SECONDS if job.device.type == "cuda" else 0.0
+    least_s = job.arguments.warm_seconds if job.device.type == "cuda" else 0.0
     begin = time.perf_counter()
     done = 0
     while done < steps or time.perf_counter() - begin < least_s:
@@ -451,6 +451,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--plot", type=Path, metavar="FILE", help="draw the ROK curves, such as rok.svg")
     add("--steps", type=int, default=24, help="of each plan (default: %(default)s)")
     add("--repetitions", type=int, default=5, help="timed steps (default: %(default)s)")
+    add(
+        "--warm-seconds", type=float, default=WARM_SECONDS,
+        help="of a GPU before a way is timed, until its clocks have fallen (default: %(default)s)",
+    )  # fmt: skip
 
 
 def make_parser() -> argparse.ArgumentParser:
