@@ -17,7 +17,15 @@ from typing import Any
 
 import torch
 
-from bitslab.activations.disk import DiskRates, DiskTier, measure_rates
+from bitslab.activations.disk import (
+    DiskError,
+    DiskRates,
+    DiskTier,
+    KvikioFile,
+    PosixFile,
+    measure_files,
+    measure_rates,
+)
 from bitslab.activations.disk.endurance import required_bytes_per_s
 
 Rows = list[dict[str, Any]]
@@ -67,9 +75,11 @@ class Way:
 
 
 @contextmanager
-def of_tier(folder: str, total: int, rates: DiskRates) -> Iterator[Way]:
+def of_tier(
+    name: str, folder: str, total: int, rates: DiskRates, open_file: type[PosixFile] = PosixFile
+) -> Iterator[Way]:
     """Give the disk tier: bytes of page-locked memory, in and out, as a step moves them."""
-    tier = DiskTier(folder, rates=rates, queue_bytes=2 * total)
+    tier = DiskTier(folder, rates=rates, queue_bytes=2 * total, open_file=open_file)
     data = [tier.host_buffer(TENSOR_BYTES).random_() for _ in range(total // TENSOR_BYTES)]
     out = [tier.host_buffer(TENSOR_BYTES) for _ in data]
     tickets: list[Any] = []
@@ -92,7 +102,7 @@ def of_tier(folder: str, total: int, rates: DiskRates) -> Iterator[Way]:
         return total, None
 
     try:
-        yield Way("bitslab disk tier", write, read)
+        yield Way(name, write, read)
         assert all(torch.equal(a, b) for a, b in zip(data, out, strict=True))
     finally:
         tier.close()
@@ -168,8 +178,14 @@ def disk(arguments: argparse.Namespace, report: Callable[[str], None]) -> dict[s
     folder = arguments.folder or os.getcwd()
     with tempfile.TemporaryDirectory(dir=folder) as own:
         report(f"probing {folder}")
-        rates = measure_rates(own)
-        ways = [of_tier(own, total, rates), of_torch(own, total), of_dd(own, total)]
+        try:
+            rates, its = measure_files(own, (PosixFile, KvikioFile))
+            second = [of_tier("the same by kvikio", own, total, its, KvikioFile)]
+        except DiskError as error:
+            report(f"no row of kvikio: {error}")
+            rates, second = measure_rates(own), []
+        ways = [of_tier("bitslab disk tier", own, total, rates), *second]
+        ways += [of_torch(own, total), of_dd(own, total)]
         if shutil.which("fio"):
             ways.append(of_fio(own, total, rates))
         else:

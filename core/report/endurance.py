@@ -43,6 +43,8 @@ def print_endurance(arguments: argparse.Namespace) -> None:
         found["write_bytes_per_s"] = rates.write_bytes_per_s
         found["read_bytes_per_s"] = rates.read_bytes_per_s
         found["direct"] = rates.direct
+        found["file"] = rates.file
+        found["file_reason"] = rates.file_reason
     if arguments.json:
         print(json.dumps(found, indent=1))
         return
@@ -75,6 +77,8 @@ def _lines(
         text = f"writes {write / GB:.3g} GB/s, reads {found['read_bytes_per_s'] / GB:.3g}{cached}: "
         text += "enough" if share == 1.0 else f"enough for {100 * share:.0f} % of the bytes"
         lines.append(("disk", f"{arguments.disk} {text}"))
+        if found["file_reason"]:
+            lines.append(("file", f"{found['file']}: {found['file_reason']}"))
     return lines
 
 

@@ -28,7 +28,7 @@ from ...engine.files.writeback import start_writeback
 from ...engine.memory.host import HostBuffer
 from ...engine.memory.locks import call_after_fork
 from ...engine.tasks import CLOSE_SECONDS
-from .tensor_file import ALIGN_BYTES, DiskError
+from .tensor_file import ALIGN_BYTES, DiskError, FileKind
 
 #: Memory that does not begin at a multiple of ALIGN_BYTES is copied through a buffer of so many.
 BOUNCE_BYTES = 1 << 20
@@ -85,7 +85,7 @@ class PosixFile:
         except OSError as error:
             raise DiskError(f"disk: {self.path}: cannot be written: {reason(error)}") from error
         self.file_system = file_system(self.path)
-        self.direct = not self.file_system.in_memory and _set_direct(self._fd, True)
+        self.direct = not self.file_system.in_memory and set_direct(self._fd, True)
         self._process = os.getpid()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -94,6 +94,11 @@ class PosixFile:
         self._bounces = threading.local()
         self._finalize = weakref.finalize(self, _release, self._fd, self.named, self._process)
         call_after_fork(self)
+
+    @property
+    def kind(self) -> FileKind:
+        """Who makes the calls."""
+        return "posix"
 
     def after_fork(self) -> None:
         """Close the child's descriptor, which would keep the space when the parent has ended."""
@@ -221,7 +226,7 @@ class PosixFile:
                 # Some file systems take the flag, and no request with it.
                 if error.errno != errno.EINVAL or not self.direct:
                     raise
-                self.direct = _set_direct(self._fd, False)
+                self.direct = set_direct(self._fd, False)
                 move(offset + begin, piece, False)
 
     def _write_piece(self, offset: int, piece: torch.Tensor, bounced: bool) -> None:
@@ -229,10 +234,29 @@ class PosixFile:
             buffer = self._bounce().data
             piece = buffer[: piece.shape[0]].copy_(piece)
             self.bounced_bytes += piece.shape[0]
+        self.write_blocks(offset, piece)
+
+    def _read_piece(self, offset: int, piece: torch.Tensor, bounced: bool) -> None:
+        into = self._bounce().data[: piece.shape[0]] if bounced else piece
+        self.read_blocks(offset, into)
+        if bounced:
+            piece.copy_(into)
+            self.bounced_bytes += piece.shape[0]
+
+    def write_blocks(self, offset: int, piece: torch.Tensor) -> None:
+        """Write bytes, as `write`, from memory that is aligned where the page cache is bypassed.
+
+        With `read_blocks` all that another file does in its own way.
+
+        Raises
+        ------
+        OSError
+            When not all of them are written.
+        """
         if not self.direct:
             write_from(self._fd, offset, [piece.numpy().data])
             return
-        body, rest = _split(piece)
+        body, rest = split_blocks(piece)
         buffers = [body.numpy().data] if body.shape[0] else []
         if rest.shape[0]:
             tail = self._bounce().tail
@@ -240,22 +264,25 @@ class PosixFile:
             buffers.append(tail.numpy().data)
         write_from(self._fd, offset, buffers, align_bytes=ALIGN_BYTES)
 
-    def _read_piece(self, offset: int, piece: torch.Tensor, bounced: bool) -> None:
-        into = self._bounce().data[: piece.shape[0]] if bounced else piece
-        body, rest = _split(into) if self.direct else (into, into[:0])
+    def read_blocks(self, offset: int, into: torch.Tensor) -> None:
+        """Read bytes, as `read`, to memory that is aligned where the page cache is bypassed.
+
+        Raises
+        ------
+        OSError
+            When not all of them are read.
+        """
+        body, rest = split_blocks(into) if self.direct else (into, into[:0])
         buffers = [body.numpy().data] if body.shape[0] else []
         if rest.shape[0]:
             tail = self._bounce().tail
             buffers.append(tail.numpy().data)
         align_bytes = ALIGN_BYTES if self.direct else 1
         got = read_into(self._fd, offset, buffers, align_bytes=align_bytes)
-        if got < piece.shape[0]:
+        if got < into.shape[0]:
             raise OSError(errno.EIO, f"the file ends at byte {offset + got}, it was cut")
         if rest.shape[0]:
             rest.copy_(tail[: rest.shape[0]])
-        if bounced:
-            piece.copy_(into)
-            self.bounced_bytes += piece.shape[0]
 
     def _bounce(self) -> _Bounce:
         """Return this thread's aligned memory."""
@@ -331,7 +358,7 @@ def _open(folder: Path) -> tuple[int, str | None]:
     return fd, None
 
 
-def _set_direct(fd: int, direct: bool) -> bool:
+def set_direct(fd: int, direct: bool) -> bool:
     """Bypass the page cache from now on, or no more; return whether it is bypassed."""
     flag = getattr(os, "O_DIRECT", 0)
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
@@ -378,7 +405,7 @@ def _fallocate() -> Any:
     return None
 
 
-def _split(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def split_blocks(t: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the whole blocks of a piece, and what is left."""
     body = t.shape[0] - t.shape[0] % ALIGN_BYTES
     return t[:body], t[body:]

@@ -1,24 +1,22 @@
-"""What a folder's device writes and reads: measured once, in about two seconds, and kept."""
+"""What a folder's device writes and reads, by one file or several in turns: two seconds each."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import fcntl
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ...engine.advisor.cache import machine_name, read_cached, write_cached
 from ...engine.memory.host import HostBuffer
 from ...engine.transfer.lanes import ThreadLane
 from ...errors import ArgumentError
 from .posix_file import PosixFile, free_bytes
-from .tensor_file import DiskError
+from .tensor_file import FileKind
 
 #: Bytes of a request, and threads that make them at once.
 REQUESTS_BYTES = (1 << 20, 8 << 20)
@@ -30,8 +28,6 @@ CLOSE_ENOUGH = 0.95
 SECONDS = 2.0
 #: Of the time, for what is chosen in the end.
 CHOSEN_SHARE = 0.5
-CACHE_KIND = "disk"
-_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -53,6 +49,28 @@ class RatePoint:
 
 
 @dataclass(frozen=True)
+class FileRates:
+    """What one kind of file gave, asked as it likes best, one direction at a time.
+
+    Parameters
+    ----------
+    file : str
+        "posix" or "kvikio".
+    write_bytes_per_s, read_bytes_per_s : float
+        What came of it.
+    """
+
+    file: FileKind
+    write_bytes_per_s: float
+    read_bytes_per_s: float
+
+    @property
+    def seconds_per_byte(self) -> float:
+        """How long a byte takes that is written and read again."""
+        return 1 / self.write_bytes_per_s + 1 / self.read_bytes_per_s
+
+
+@dataclass(frozen=True)
 class DiskRates:
     """What a folder's device carries, and how it is best asked.
 
@@ -70,6 +88,12 @@ class DiskRates:
         Whether the page cache was bypassed; if not, the rates are those of the page cache as well.
     points : tuple of RatePoint
         All that was measured.
+    file : str
+        With which file: "posix", or "kvikio".
+    file_reason : str
+        Why that one; "" where no other was thought of.
+    files : tuple of FileRates
+        All that were measured.
     """
 
     request_bytes: int
@@ -81,80 +105,37 @@ class DiskRates:
     read_while_writing_bytes_per_s: float
     direct: bool
     points: tuple[RatePoint, ...] = ()
+    file: FileKind = "posix"
+    file_reason: str = ""
+    files: tuple[FileRates, ...] = ()
+
+    @property
+    def own(self) -> FileRates:
+        """The rates of the file itself."""
+        return FileRates(self.file, self.write_bytes_per_s, self.read_bytes_per_s)
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> DiskRates:
+        """Return what `dataclasses.asdict` has made a dict of.
+
+        Raises
+        ------
+        ArgumentError, KeyError, TypeError
+            For anything else.
+        """
+        figures = dict(found)
+        points = tuple(RatePoint(**point) for point in figures.pop("points"))
+        files = tuple(FileRates(**each) for each in figures.pop("files"))
+        return cls(**figures, points=points, files=files)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if field.name in ("points", "direct"):
+            if field.name in ("points", "direct", "file", "file_reason", "files"):
                 continue
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not 0 < value < float("inf"):
                 raise ArgumentError(f"{field.name}: {value!r}, expected a positive number")
-
-
-def disk_rates(folder: str | os.PathLike[str], *, again: bool = False) -> DiskRates:
-    """Return what a folder's device carries: as it was measured before, or measured now.
-
-    Figures are kept where the advisor keeps its own, by machine and file system.
-
-    Parameters
-    ----------
-    folder : str or os.PathLike
-        A folder that can be written to.
-    again : bool
-        Measure in any case.
-
-    Raises
-    ------
-    DiskError
-        When the folder cannot be written to, or has no space for a few requests.
-    """
-    try:
-        device = os.stat(folder).st_dev
-    except OSError as error:
-        raise DiskError(f"disk: {os.fspath(folder)}: {error.strerror}") from error
-    key = f"{_VERSION} {machine_name(torch.device('cpu'))} {os.major(device)}:{os.minor(device)}"
-    known = None if again else _known(key)
-    if known is not None:
-        return known
-    with _alone(folder):  # ranks that begin together would measure what is left by the others
-        known = None if again else _known(key)
-        if known is not None:
-            return known
-        rates = measure_rates(folder)
-        write_cached(CACHE_KIND, key, {"rates": dataclasses.asdict(rates)})
-        return rates
-
-
-def _known(key: str) -> DiskRates | None:
-    """Return what was measured before; None where that is of another version, or damaged."""
-    found = read_cached(CACHE_KIND, key)
-    try:
-        return None if found is None else _from_json(found)
-    except (ArgumentError, KeyError, TypeError):
-        return None
-
-
-@contextlib.contextmanager
-def _alone(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Wait until no other process measures in a folder, where its file system has locks."""
-    try:
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    except OSError:  # measuring says what is wrong with it
-        yield
-        return
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
-
-
-def _from_json(found: Mapping[str, Any]) -> DiskRates:
-    figures = dict(found["rates"])
-    points = tuple(RatePoint(**point) for point in figures.pop("points"))
-    return DiskRates(**figures, points=points)
 
 
 def measure_rates(
@@ -183,38 +164,49 @@ def measure_rates(
     DiskError
         When the folder cannot be written to, or has no space for a few requests.
     """
+    (rates,) = measure_files(
+        folder,
+        [PosixFile],
+        seconds=seconds,
+        requests_bytes=requests_bytes,
+        threads=threads,
+        file_bytes=file_bytes,
+    )
+    return rates
+
+
+def measure_files(
+    folder: str | os.PathLike[str],
+    open_files: Sequence[Callable[[str], PosixFile]],
+    *,
+    seconds: float = SECONDS,
+    requests_bytes: tuple[int, ...] = REQUESTS_BYTES,
+    threads: tuple[int, ...] = THREADS,
+    file_bytes: int = FILE_BYTES,
+) -> list[DiskRates]:
+    """Measure what a folder's device carries with each of several files, which take turns.
+
+    Parameters as for `measure_rates`; `seconds` and `file_bytes` are those of each file.
+    """
     begin = time.perf_counter()
-    probe = _Probe(folder, max(requests_bytes), max(threads), file_bytes)
-    try:
-        left_s = max(seconds / 2, seconds - (time.perf_counter() - begin))
-        tries = 2 * len(requests_bytes) * len(threads)
-        each_s = (1 - CHOSEN_SHARE) * left_s / tries
-        points = []
+    with ExitStack() as stack:
+        probes = []
+        for open_file in open_files:
+            probe = _Probe(open_file(os.fspath(folder)), max(threads))
+            stack.callback(probe.close)
+            probes.append(probe)
+        for probe in probes:
+            probe.fill(max(requests_bytes), file_bytes)
+        filled_s = (time.perf_counter() - begin) / len(probes)
+        left_s = max(seconds / 2, seconds - filled_s)
+        each_s = (1 - CHOSEN_SHARE) * left_s / (2 * len(requests_bytes) * len(threads))
         for request_bytes in requests_bytes:
             for n in threads:
-                (write,) = probe.run([(probe.write, n)], request_bytes, each_s)
-                (read,) = probe.run([(probe.read, n)], request_bytes, each_s)
-                points.append(RatePoint(request_bytes, n, write, read))
-        request_bytes, write_threads, read_threads = _best(points)
+                for probe in probes:
+                    probe.measure(request_bytes, n, each_s)
         # Longer, because devices and virtual disks take what comes first faster than the rest.
-        writing, reading = (probe.write, write_threads), (probe.read, read_threads)
-        chosen_s = CHOSEN_SHARE * left_s / 3
-        (write,) = probe.run([writing], request_bytes, chosen_s)
-        (read,) = probe.run([reading], request_bytes, chosen_s)
-        together = probe.run([writing, reading], request_bytes, chosen_s)
-        return DiskRates(
-            request_bytes=request_bytes,
-            write_threads=write_threads,
-            read_threads=read_threads,
-            write_bytes_per_s=write,
-            read_bytes_per_s=read,
-            write_while_reading_bytes_per_s=together[0],
-            read_while_writing_bytes_per_s=together[1],
-            direct=probe.file.direct,
-            points=tuple(points),
-        )
-    finally:
-        probe.close()
+        found = {id(probe): probe.choose(CHOSEN_SHARE * left_s) for probe in reversed(probes)}
+        return [found[id(probe)] for probe in probes]
 
 
 def _best(points: list[RatePoint]) -> tuple[int, int, int]:
@@ -242,27 +234,54 @@ _Move = Callable[[int, torch.Tensor], None]
 
 
 class _Probe:
-    """A file, memory of each thread, and the threads."""
+    """A file, memory of each thread, the threads, and what they gave."""
 
-    def __init__(
-        self, folder: str | os.PathLike[str], request_bytes: int, threads: int, file_bytes: int
-    ) -> None:
-        self.file = PosixFile(folder)
+    def __init__(self, file: PosixFile, threads: int) -> None:
+        self.file = file
+        self.points: list[RatePoint] = []
         self._threads = 2 * threads  # both directions at once
+        self._memory: list[HostBuffer] = []
+        self._lane = ThreadLane("bitslab-probe", self._threads)
+
+    def fill(self, request_bytes: int, file_bytes: int) -> None:
+        """Write the file once: blocks that never were are read with no access to the device."""
         least = self._threads * request_bytes
         size = max(least, min(file_bytes, free_bytes(self.file.path) // 4))
         self.file.grow(size - size % request_bytes)
-        self._memory = [
-            HostBuffer.allocate(request_bytes, pin=False, private=True)
-            for _ in range(self._threads)
-        ]
         generator = torch.Generator().manual_seed(0)
-        for memory in self._memory:
+        for _ in range(self._threads):
+            memory = HostBuffer.allocate(request_bytes, pin=False, private=True)
+            self._memory.append(memory)
             memory.tensor.random_(0, 256, generator=generator)  # what no device compresses
-        self._lane = ThreadLane("bitslab-probe", self._threads)
-        # Blocks that were never written are read with no access to the device.
         for at in range(0, self.file.nbytes, request_bytes):
             self.file.write(at, self._memory[0].tensor)
+
+    def measure(self, request_bytes: int, threads: int, seconds: float) -> None:
+        """Add the point of one size of requests and number of threads, for so long each way."""
+        (write,) = self.run([(self.write, threads)], request_bytes, seconds)
+        (read,) = self.run([(self.read, threads)], request_bytes, seconds)
+        self.points.append(RatePoint(request_bytes, threads, write, read))
+
+    def choose(self, seconds: float) -> DiskRates:
+        """Measure the best of the points again, for so long in all."""
+        request_bytes, write_threads, read_threads = _best(self.points)
+        writing, reading = (self.write, write_threads), (self.read, read_threads)
+        (write,) = self.run([writing], request_bytes, seconds / 3)
+        (read,) = self.run([reading], request_bytes, seconds / 3)
+        together = self.run([writing, reading], request_bytes, seconds / 3)
+        rates = DiskRates(
+            request_bytes=request_bytes,
+            write_threads=write_threads,
+            read_threads=read_threads,
+            write_bytes_per_s=write,
+            read_bytes_per_s=read,
+            write_while_reading_bytes_per_s=together[0],
+            read_while_writing_bytes_per_s=together[1],
+            direct=self.file.direct,
+            points=tuple(self.points),
+            file=self.file.kind,
+        )
+        return dataclasses.replace(rates, files=(rates.own,))
 
     def write(self, offset: int, data: torch.Tensor) -> None:
         self.file.write(offset, data)

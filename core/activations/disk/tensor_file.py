@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 
@@ -11,6 +11,10 @@ from ...errors import BitslabError
 
 #: Offsets in a file, and memory that is written with no copy, are multiples of this.
 ALIGN_BYTES = 4096
+
+
+#: Who makes the calls of a file: this package, or kvikio.
+FileKind = Literal["posix", "kvikio"]
 
 
 class DiskError(BitslabError):
@@ -33,6 +37,10 @@ class TensorFile(Protocol):
     path: str
     nbytes: int
     direct: bool
+
+    @property
+    def kind(self) -> FileKind:
+        """Who makes the calls."""
 
     def grow(self, nbytes: int) -> None:
         """Take more of the file system, now; `nbytes` is the new size.

@@ -21,11 +21,12 @@ from ..limits import bytes_to_reserve
 from .arguments import check_bytes, check_number
 from .budget import DAY_S, WriteBudget
 from .endurance import Drive, lifespan_days
+from .folder_files import FolderFiles
 from .folders import Folders, checked_folders, warn_of_kind
+from .known_rates import disk_rates
 from .local_ranks import local_ranks
 from .moves import Counters, Reading, forwarded, read_piece, write_piece
-from .posix_file import PosixFile, file_system
-from .rates import DiskRates, disk_rates
+from .rates import DiskRates
 from .stripe import Extent, Stripe
 from .tensor_file import ALIGN_BYTES, DiskError, OpenFile
 from .tickets import Piece, State, Stored, Ticket
@@ -68,8 +69,9 @@ class DiskTier:
     drive : Drive, optional
         The SSDs, for `stats` to say how long they last, and a warning when that is less than a
         year.
-    open_file : callable
-        Makes the file in a folder.
+    open_file : callable, optional
+        Makes the file in a folder; the one that the rates are of when left out, or `PosixFile`
+        where that is kvikio's and cannot be used.
 
     Raises
     ------
@@ -114,7 +116,7 @@ class DiskTier:
         queue_bytes: int = QUEUE_BYTES,
         rates: DiskRates | None = None,
         drive: Drive | None = None,
-        open_file: OpenFile = PosixFile,
+        open_file: OpenFile | None = None,
     ) -> None:
         self._folders = checked_folders(folders)
         check_number("disk_bytes", disk_bytes, int)
@@ -133,11 +135,11 @@ class DiskTier:
         self.disk_bytes = disk_bytes
         self.queue_bytes = queue_bytes
         self.verify = bool(verify)
-        self._open_file = open_file
         self.local_ranks = local_ranks()
         self._write_budget = None if write_budget is None else write_budget / self.local_ranks.ranks
         warn_of_kind(self._folders)
         self.rates = tuple(rates or disk_rates(folder) for folder in self._folders)
+        self._files = FolderFiles(self._folders, self.rates, open_file)
         self._request_bytes = max(
             ALIGN_BYTES, max(rate.request_bytes for rate in self.rates) // ALIGN_BYTES * ALIGN_BYTES
         )
@@ -194,7 +196,6 @@ class DiskTier:
         self._stripes: list[Stripe] = []
         #: Of folders whose files were given up: why nothing is written there any more.
         self._errors: dict[str, BaseException] = {}
-        self._direct: dict[str, bool] = {}
         # Ranks begin in different folders, so that they seldom write to one at once.
         self._turn = itertools.count(self.local_ranks.rank)
         self._closed = False
@@ -206,8 +207,7 @@ class DiskTier:
         if not self._stripes:
             each = None if self.disk_bytes is None else self.disk_bytes // len(self._folders)
             folders = [folder for folder in self._folders if folder not in self._errors]
-            self._stripes = [Stripe(self._open_file(folder), each) for folder in folders]
-            self._direct |= {stripe.file.path: stripe.file.direct for stripe in self._stripes}
+            self._stripes = [Stripe(self._files.open(folder), each) for folder in folders]
         return self._stripes
 
     def after_fork(self) -> None:
@@ -521,23 +521,12 @@ class DiskTier:
             ``refused_bytes`` by cause, ``lifespan_days`` of the drives or None, ``disk_bytes`` that
             the files take, ``used_bytes`` of these, and ``folders``: for each its ``path``,
             ``file_system``, whether that is ``in_memory`` or of the ``network``, ``direct``
-            (whether the page cache is bypassed) and ``error``, or None.
+            (whether the page cache is bypassed), ``file`` ("posix", "kvikio"), ``file_reason``
+            (why that one), ``measured`` (the rates of each file that was timed) and ``error``, or
+            None.
         """
-        stripes, errors = self._stripes, self._folder_errors()
-        for stripe in stripes:
-            self._direct[stripe.file.path] = stripe.file.direct
-        systems = {folder: file_system(folder) for folder in self._folders}
-        folders = [
-            {
-                "path": folder,
-                "file_system": systems[folder].kind,
-                "in_memory": systems[folder].in_memory,
-                "network": systems[folder].network,
-                "direct": self._direct.get(folder, False),
-                "error": str(errors[folder]) if folder in errors else None,
-            }
-            for folder in self._folders
-        ]
+        stripes = self._stripes
+        folders = self._files.rows(stripes, self._folder_errors())
         counters = self._counters
         with counters.lock:
             return {

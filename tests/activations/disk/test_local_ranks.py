@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import bitslab
-from bitslab.activations.disk import DiskRates, DiskTier, rates
+from bitslab.activations.disk import DiskRates, DiskTier, known_rates
 from bitslab.activations.disk.local_ranks import LocalRanks, local_ranks
 from tests.quick_measuring import measure_quickly
 
@@ -76,12 +76,12 @@ def test_ranks_that_begin_together_measure_once(
         running.pop()
         return RATES
 
-    monkeypatch.setattr(rates, "measure_rates", measure)
-    threads = [threading.Thread(target=rates.disk_rates, args=(tmp_path,)) for _ in range(3)]
+    monkeypatch.setattr(known_rates, "measure_and_choose", measure)
+    threads = [threading.Thread(target=known_rates.disk_rates, args=(tmp_path,)) for _ in range(3)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert most == [1]  # the others found what it had written
-    assert rates.disk_rates(tmp_path, again=True) == RATES
+    assert known_rates.disk_rates(tmp_path, again=True) == RATES
     assert most == [1, 1]

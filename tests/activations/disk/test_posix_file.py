@@ -13,26 +13,33 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from bitslab.activations.disk import DiskError, PosixFile, posix_file
 from bitslab.activations.disk.tensor_file import ALIGN_BYTES
-from bitslab.engine.files.new_file import SUFFIX
-from bitslab.engine.memory import HostBuffer
 from bitslab.engine.transfer import ThreadLane
+from tests.activations.disk.file_contract import (
+    CONTRACT,
+    MIB,
+    PLACES,
+    Promise,
+    at_offset,
+    bytes_of_a_place_come_back,
+    random_bytes,
+)
 
-MIB = 1 << 20
+
+@pytest.mark.parametrize("promise", CONTRACT, ids=lambda promise: promise.__name__)
+def test_contract(promise: Promise, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    promise(PosixFile, tmp_path, monkeypatch)
 
 
-def random_bytes(n: int, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (n,), dtype=torch.uint8, generator=generator)
-
-
-def at_offset(n: int, misaligned_bytes: int) -> torch.Tensor:
-    """Return memory of n bytes that begins so many bytes behind a multiple of a block."""
-    memory = HostBuffer.allocate(n + misaligned_bytes, pin=False, private=True)
-    return memory.tensor[misaligned_bytes:]
+@settings(max_examples=30)
+@given(**PLACES)
+def test_bytes_of_any_length_and_place_come_back(
+    n: int, misaligned_bytes: int, block: int, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    bytes_of_a_place_come_back(PosixFile, folder, n, misaligned_bytes, block)
 
 
 @pytest.fixture
@@ -40,51 +47,6 @@ def file(tmp_path: Path) -> PosixFile:
     made = PosixFile(tmp_path)
     made.grow(4 * MIB)
     return made
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    n=st.one_of(
-        st.integers(1, 3 * ALIGN_BYTES),
-        st.sampled_from([ALIGN_BYTES, 2 * MIB, MIB + 1, 2 * MIB - 1]),
-    ),
-    misaligned_bytes=st.sampled_from([0, 1, 256, 512, ALIGN_BYTES - 1]),
-    block=st.integers(0, 3),
-)
-def test_bytes_of_any_length_and_place_come_back(
-    n: int, misaligned_bytes: int, block: int, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    file = PosixFile(tmp_path_factory.getbasetemp())
-    offset = block * ALIGN_BYTES
-    file.grow(offset + 3 * MIB)
-    before, behind = random_bytes(offset, 1), random_bytes(ALIGN_BYTES, 2)
-    end = offset + -(-n // ALIGN_BYTES) * ALIGN_BYTES
-    if offset:
-        file.write(0, before)
-    file.write(end, behind)
-    data = at_offset(n, misaligned_bytes).copy_(random_bytes(n))
-    file.write(offset, data)
-    # Into memory whose neighbours must not change.
-    memory = at_offset(n + misaligned_bytes + 64, 0).fill_(99)
-    out = memory[misaligned_bytes : misaligned_bytes + n]
-    file.read(offset, out)
-    assert torch.equal(out, data)
-    assert (memory[:misaligned_bytes] == 99).all()
-    assert (memory[misaligned_bytes + n :] == 99).all()
-    if offset:
-        file.read(0, before_again := torch.empty_like(before))
-        assert torch.equal(before_again, before)
-    file.read(end, behind_again := torch.empty_like(behind))
-    assert torch.equal(behind_again, behind)
-    file.close()
-
-
-def test_aligned_memory_is_not_copied(file: PosixFile) -> None:
-    file.write(0, at_offset(MIB + 5, 0))
-    assert file.bounced_bytes == 0
-    if file.direct:
-        file.write(0, at_offset(MIB + 5, 16))
-        assert file.bounced_bytes == MIB + 5
 
 
 @pytest.mark.parametrize("most", [1, 100, ALIGN_BYTES, ALIGN_BYTES + 1, 3 * ALIGN_BYTES - 7])
@@ -166,41 +128,6 @@ def test_requests_that_the_file_system_refuses_go_through_the_page_cache(
     assert torch.equal(out, data)
 
 
-def test_file_that_is_cut_is_named(file: PosixFile, tmp_path: Path) -> None:
-    file.write(0, random_bytes(2 * MIB))
-    os.truncate(f"/proc/self/fd/{file._fd}", MIB)
-    with pytest.raises(DiskError, match=f"was cut from {4 * MIB} to {MIB} bytes by somebody else"):
-        file.read(0, torch.empty(2 * MIB, dtype=torch.uint8))
-    file.read(0, torch.empty(MIB, dtype=torch.uint8))
-
-
-def test_space_is_looked_at_before_it_is_taken(
-    file: PosixFile, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    blocks = os.stat(f"/proc/self/fd/{file._fd}").st_blocks * 512
-    assert blocks >= 4 * MIB, "the space was not taken"
-    with pytest.raises(DiskError, match="more are needed, the file system has"):
-        file.grow(1 << 60)
-    monkeypatch.setattr(posix_file, "free_bytes", lambda fd: 1 << 62)  # as if it went meanwhile
-    with pytest.raises(DiskError, match="bytes more: "):
-        file.grow(1 << 60)
-    assert file.nbytes == 4 * MIB
-    assert os.stat(f"/proc/self/fd/{file._fd}").st_size == 4 * MIB
-
-
-def test_nothing_has_a_name_and_closing_gives_the_space_back(tmp_path: Path) -> None:
-    file = PosixFile(tmp_path)
-    file.grow(4 * MIB)
-    fd = file._fd
-    assert file.named is None and not list(tmp_path.iterdir())
-    file.close()
-    file.close()
-    with pytest.raises(OSError, match="Bad file descriptor"):
-        os.fstat(fd)
-    with pytest.raises(DiskError, match="is closed"):
-        file.write(0, random_bytes(5))
-
-
 def test_device_that_does_not_answer_is_left_behind(
     file: PosixFile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -224,77 +151,6 @@ def test_device_that_does_not_answer_is_left_behind(
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(file._fd)
     lane.close()
-
-
-@pytest.mark.parametrize("can_unlink", [True, False])
-def test_file_systems_without_nameless_files(
-    can_unlink: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened, unlink = os.open, os.unlink
-
-    def no_tmpfile(path: Any, flags: int, *more: Any, **named: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, "no such files")
-        return opened(path, flags, *more, **named)
-
-    def busy(path: Any, *more: Any, **named: Any) -> None:
-        raise OSError(errno.EBUSY, "is in use")
-
-    monkeypatch.setattr(os, "open", no_tmpfile)
-    if not can_unlink:
-        monkeypatch.setattr(os, "unlink", busy)
-    file = PosixFile(tmp_path)
-    file.grow(MIB)
-    data = random_bytes(70_000)
-    file.write(0, data)
-    assert len(list(tmp_path.iterdir())) == (not can_unlink)
-    if not can_unlink:
-        assert file.named is not None and file.named.endswith(SUFFIX)
-        # Another process's start leaves it: the lock says that it is in use.
-        monkeypatch.setattr(os, "unlink", unlink)
-        other = PosixFile(tmp_path)
-        assert os.path.exists(file.named)
-        other.close()
-    file.read(0, out := torch.empty_like(data))
-    assert torch.equal(out, data)
-    file.close()
-    assert not list(tmp_path.iterdir())
-
-
-def test_removed_or_replaced_names_do_no_harm(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opened, unlink = os.open, os.unlink
-    monkeypatch.delattr(os, "O_TMPFILE")
-    monkeypatch.setattr(os, "unlink", lambda *arguments, **named: opened("/nowhere", 0))
-    file = PosixFile(tmp_path)
-    monkeypatch.setattr(os, "unlink", unlink)
-    file.grow(MIB)
-    data = random_bytes(9000)
-    file.write(0, data)
-    assert file.named is not None
-    os.unlink(file.named)
-    Path(file.named).write_bytes(b"of somebody else")
-    file.read(0, out := torch.empty_like(data))
-    assert torch.equal(out, data)
-
-
-def test_folders_that_cannot_be_used_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plain = tmp_path / "plain"
-    plain.touch()
-    with pytest.raises(DiskError, match=f"{plain}: is no folder"):
-        PosixFile(plain)
-    with pytest.raises(DiskError, match="there is no such folder; give a folder on an SSD"):
-        PosixFile(tmp_path / "none")
-
-    def read_only(*arguments: object, **named: object) -> int:
-        raise OSError(errno.EROFS, "Read-only file system")
-
-    monkeypatch.setattr(os, "open", read_only)
-    with pytest.raises(DiskError, match="cannot be written: Read-only file system; choose"):
-        PosixFile(tmp_path)
 
 
 def test_tmpfs_and_network_are_recognised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,10 @@ import pytest
 from bitslab.activations.disk import (
     DiskError,
     DiskRates,
+    FileRates,
     RatePoint,
     disk_rates,
+    known_rates,
     measure_rates,
     rates,
 )
@@ -28,7 +30,20 @@ SMALL: dict[str, Any] = {
     "threads": (1, 2),
     "file_bytes": 2 * MIB,
 }
-KNOWN = DiskRates(MIB, 2, 1, 3e9, 2e9, 1e9, 1e9, True, (RatePoint(MIB, 2, 3e9, 2e9),))
+KNOWN = DiskRates(
+    MIB,
+    2,
+    1,
+    3e9,
+    2e9,
+    1e9,
+    1e9,
+    True,
+    (RatePoint(MIB, 2, 3e9, 2e9),),
+    file="kvikio",
+    file_reason="is faster",
+    files=(FileRates("posix", 2e9, 1e9), FileRates("kvikio", 3e9, 2e9)),
+)
 
 
 def test_rates_are_measured_and_nothing_is_left(tmp_path: Path) -> None:
@@ -61,7 +76,7 @@ def test_figures_are_kept_by_file_system(tmp_path: Path, monkeypatch: pytest.Mon
         measured.append(folder)
         return KNOWN
 
-    monkeypatch.setattr(rates, "measure_rates", measure)
+    monkeypatch.setattr(known_rates, "measure_and_choose", measure)
     for name in ("a", "b"):
         (tmp_path / name).mkdir()
     assert disk_rates(tmp_path / "a") == KNOWN
