@@ -106,6 +106,7 @@ class KvikioFile(PosixFile):
             _threads.leave(self)
 
     def write_blocks(self, offset: int, piece: torch.Tensor) -> None:
+        """Write bytes, whole blocks of them by kvikio; see `PosixFile.write_blocks`."""
         body, rest = split_blocks(piece)
         if not self.direct or not body.shape[0]:
             super().write_blocks(offset, piece)
@@ -115,6 +116,7 @@ class KvikioFile(PosixFile):
             super().write_blocks(offset + body.shape[0], rest)
 
     def read_blocks(self, offset: int, into: torch.Tensor) -> None:
+        """Read bytes, whole blocks of them by kvikio; see `PosixFile.read_blocks`."""
         body, rest = split_blocks(into)
         if not self.direct or not body.shape[0]:
             super().read_blocks(offset, into)
