@@ -120,7 +120,7 @@ def test_gradients_when_tensors_go_to_a_disk(
 
 
 @pytest.mark.drawn(11)
-@pytest.mark.parametrize("name", VARIED)
+@pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("seed", range(3))
 def test_gradients_when_writes_and_reads_are_late(
     name: str, seed: int, quick_disk: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -174,10 +174,8 @@ def test_gradients_under_random_plans(
     check_case(name, Offloaded(slowdown=0.5, disk=tmp_path), None)
 
 
-@pytest.mark.drawn(2)
-@pytest.mark.parametrize(
-    "name", ["chunks", "retained-graph", "in-another-order", "dropout-and-random-numbers"]
-)
+@pytest.mark.drawn(3)
+@pytest.mark.parametrize("name", CASES)
 @DRAWS
 @given(seed=st.integers(0, 1 << 20))
 def test_gradients_under_random_plans_with_delays(
