@@ -100,6 +100,16 @@ def aligned_memory_is_not_copied(
     file.close()
 
 
+def random_numbers_are_left_alone(
+    open_file: OpenFile, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_rng_state()
+    file = opened(open_file, folder)
+    file.write(0, at_offset(MIB, 0))
+    file.close()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def threads_write_and_read_at_once(
     open_file: OpenFile, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -326,6 +336,7 @@ def folders_that_cannot_be_used_are_named(
 
 CONTRACT: list[Promise] = [
     aligned_memory_is_not_copied,
+    random_numbers_are_left_alone,
     threads_write_and_read_at_once,
     file_that_is_cut_is_named,
     write_that_the_system_refuses_is_named,
