@@ -74,6 +74,7 @@ def test_disk_is_measured(
     assert re.search(
         rf"^disk +{tmp_path} writes [\d.]+ GB/s, reads [\d.]+.*enough for 0 %", text, re.M
     )
+    assert re.search(r"^file +(posix|kvikio): .*kvikio", text, re.M)  # which, and why
     assert not list(tmp_path.iterdir())
 
 

@@ -22,6 +22,7 @@ from bitslab.activations.disk.tensor_file import ALIGN_BYTES
 from bitslab.engine.files.new_file import SUFFIX
 from bitslab.engine.memory import HostBuffer
 from bitslab.engine.transfer import ThreadLane
+from tests.activations.disk.processes import files
 
 MIB = 1 << 20
 OpenFile = Callable[[Path], PosixFile]
@@ -54,10 +55,6 @@ def opened(open_file: OpenFile, folder: Path) -> PosixFile:
     file = open_file(folder)
     file.grow(4 * MIB)
     return file
-
-
-def descriptors() -> int:
-    return len(os.listdir("/proc/self/fd"))
 
 
 def bytes_of_a_place_come_back(
@@ -184,10 +181,8 @@ def space_is_looked_at_before_it_is_taken(
 def nothing_has_a_name_and_closing_gives_the_space_back(
     open_file: OpenFile, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_file(folder).close()  # a first one loads what it needs
-    before = descriptors()
     file = opened(open_file, folder)
-    assert descriptors() > before
+    assert files(folder)
     fd = file._fd
     assert file.named is None and not list(folder.iterdir())
     file.close()
@@ -196,33 +191,30 @@ def nothing_has_a_name_and_closing_gives_the_space_back(
         os.fstat(fd)
     with pytest.raises(DiskError, match="is closed"):
         file.write(0, random_bytes(5))
-    assert descriptors() == before
+    assert not files(folder)
 
 
 def a_file_that_is_dropped_is_closed(
     open_file: OpenFile, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    open_file(folder).close()
-    before = descriptors()
     file = opened(open_file, folder)
+    assert files(folder)
     del file
-    assert descriptors() == before
+    assert not files(folder)
 
 
 def a_forked_child_keeps_no_descriptor(
     open_file: OpenFile, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the space would be kept when the parent has ended."""
-    open_file(folder).close()
-    before = descriptors()
     file = opened(open_file, folder)
     pid = os.fork()
     if pid == 0:
-        same = 1
+        kept = 1
         with contextlib.suppress(BaseException):
+            kept = len(files(folder))
             file.close()
-            same = int(descriptors() != before)
-        os._exit(same)
+        os._exit(kept)
     assert os.waitpid(pid, 0) == (pid, 0)
     data = at_offset(MIB, 0).copy_(random_bytes(MIB))
     file.write(0, data)

@@ -34,7 +34,7 @@ UNNOTICED = ("kill", "term")
 TOO_LATE = 77
 
 
-def files(folder: str) -> list[str]:
+def files(folder: str | os.PathLike[str]) -> list[str]:
     """Return the files in a folder that this process has open, named or not."""
     links = []
     for name in os.listdir("/proc/self/fd"):
