@@ -21,7 +21,11 @@ from tests.activations.test_gradients import check_case
 from tests.activations.test_planned_gradients import DrawnPolicy, drawn
 
 __all__ = ["drawn"]
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.usefixtures("deterministic"),
+    pytest.mark.filterwarnings("ignore:.*is not computed again in the backward pass any more"),
+]
 
 #: Clock cycles of a pause: none, shorter than a small copy, longer than all of a step's.
 PAUSES_CYCLES = (0, 0, 10_000, 300_000)

@@ -21,7 +21,8 @@ class Counters:
     """What threads of a tier count, and what they may still write today.
 
     What is queued and what is read are looked up where it is asked for: a number that is raised
-    here and lowered there would be wrong forever behind an interrupt between both.
+    here and lowered there would be wrong forever behind an interrupt between both. Whoever is done
+    with a piece looks at its own ticket alone: thousands of pieces may wait.
     """
 
     def __init__(self, budget: WriteBudget | None) -> None:
@@ -41,6 +42,22 @@ class Counters:
         return sum(stored.pending_bytes for stored in self._queued)
 
     @property
+    def all_written(self) -> bool:
+        """Whether nothing waits to be written, or is being written. With the lock held."""
+        return not any(stored.pending for stored in self._queued)
+
+    def is_behind(self, nbytes: int, most_bytes: int) -> bool:
+        """Return whether so many bytes more are more than may be queued. With the lock held.
+
+        However large, what comes to an empty queue is not.
+        """
+        # Whole tickets are no less than what is left of them, and sooner added up.
+        if sum(stored.nbytes for stored in self._queued) + nbytes <= most_bytes:
+            return False
+        queued_bytes = self.queued_bytes
+        return queued_bytes > 0 and queued_bytes + nbytes > most_bytes
+
+    @property
     def reads(self) -> int:
         """Reads that are under way. With the lock held."""
         return sum(not task.done() for task in self._reading)
@@ -48,17 +65,22 @@ class Counters:
     def enter_queue(self, stored: Stored) -> None:
         """Count what waits of a ticket from now on."""
         with self.lock:
+            # An interrupt may have left one here of which nothing waits.
+            for done in [each for each in self._queued if not each.pending]:
+                del self._queued[done]
             self._queued[stored] = None
 
-    def left_queue(self, nbytes: int, *, cancelled: bool = False, refused: bool = False) -> None:
-        """Record that bytes wait no more: written, cancelled, or refused after all."""
+    def left_queue(
+        self, stored: Stored, nbytes: int, *, cancelled: bool = False, refused: bool = False
+    ) -> None:
+        """Record that bytes of a ticket wait no more: written, cancelled, or refused after all."""
         with self.lock:
-            for stored in [each for each in self._queued if not each.pending_bytes]:
-                del self._queued[stored]
             self.cancelled_bytes += nbytes if cancelled else 0
             if self.budget is not None and (cancelled or refused):
                 self.budget.give_back(nbytes)
-            self.idle.notify_all()
+            if not stored.pending:
+                self._queued.pop(stored, None)
+                self.idle.notify_all()
 
     def forget_queue(self) -> None:
         """Count what closed threads have cancelled."""
@@ -87,10 +109,11 @@ def write_piece(counters: Counters, stored: Stored, piece: Piece, verify: bool) 
         if piece.state is not State.WAITS:
             return  # cancelled, and counted
         data = stored.data
+        stored.begun = True
         wanted = data is not None and not stored.dropped
         piece.state = State.WRITING if wanted else State.CANCELLED
     if data is None or not wanted:
-        counters.left_queue(piece.nbytes, cancelled=True)
+        counters.left_queue(stored, piece.nbytes, cancelled=True)
         return
     stripe, part = piece.extent.stripe, data[piece.begin : piece.end]
     begin = time.perf_counter()
@@ -119,7 +142,7 @@ def write_piece(counters: Counters, stored: Stored, piece: Piece, verify: bool) 
             if all(each.state is State.WRITTEN for each in stored.pieces):
                 stored.data = stored.after = None
     finally:
-        counters.left_queue(piece.nbytes)
+        counters.left_queue(stored, piece.nbytes)
 
 
 def _without_frames(error: BaseException) -> BaseException:

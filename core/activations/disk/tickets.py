@@ -24,6 +24,10 @@ class State(Enum):
     FAILED = "failed"
 
 
+#: States of pieces that threads have still to do with.
+PENDING = (State.WAITS, State.WRITING)
+
+
 class Piece:
     """Bytes of a ticket that lie in one extent."""
 
@@ -45,7 +49,7 @@ class Piece:
 class Stored:
     """What threads know of a ticket: its bytes while they are in memory, and where they lie."""
 
-    __slots__ = ("after", "data", "dropped", "error", "lock", "nbytes", "pieces")
+    __slots__ = ("after", "begun", "data", "dropped", "error", "lock", "nbytes", "pieces")
 
     def __init__(self, data: torch.Tensor, after: Mark | None) -> None:
         self.nbytes = data.shape[0]
@@ -54,12 +58,22 @@ class Stored:
         self.pieces: list[Piece] = []
         self.error: BaseException | None = None
         self.dropped = False
+        #: Whether any piece may no longer wait; until then none is looked at.
+        self.begun = False
         self.lock = threading.Lock()
+
+    @property
+    def pending(self) -> bool:
+        """Whether any of it waits to be written, or is being written."""
+        # The last one is written last, as a rule.
+        return any(piece.state in PENDING for piece in reversed(self.pieces))
 
     @property
     def pending_bytes(self) -> int:
         """Bytes that wait to be written, or are being written."""
-        return sum(p.nbytes for p in self.pieces if p.state in (State.WAITS, State.WRITING))
+        if not self.begun:
+            return self.nbytes if self.pieces else 0
+        return sum(piece.nbytes for piece in self.pieces if piece.state in PENDING)
 
     def drop(self) -> None:
         """Let threads pass over what waits. Takes no lock: the garbage collector may run it."""
@@ -90,7 +104,7 @@ class Ticket:
     @property
     def pending(self) -> bool:
         """Whether any of it waits to be written, or is being written."""
-        return self._stored is not None and self._stored.pending_bytes > 0
+        return self._stored is not None and self._stored.pending
 
     @property
     def error(self) -> BaseException | None:

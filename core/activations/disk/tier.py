@@ -289,9 +289,10 @@ class DiskTier:
                     return ticket
             except BaseException:
                 stored.drop()
+                stored.begun = True
                 for piece in stored.pieces[sent:]:  # an interruption leaves nothing in the queue
                     piece.state = State.CANCELLED
-                    self._counters.left_queue(piece.nbytes, cancelled=True)
+                    self._counters.left_queue(stored, piece.nbytes, cancelled=True)
                 raise
         with self._counters.lock:
             self._counters.refused_bytes[why] += data.shape[0]
@@ -322,8 +323,7 @@ class DiskTier:
         if all(stripe.error is not None for stripe in stripes):
             return "failed"
         with counters.lock:
-            queued_bytes = counters.queued_bytes
-            if queued_bytes and queued_bytes + nbytes > self.queue_bytes:
+            if counters.is_behind(nbytes, self.queue_bytes):
                 return "behind"
             if counters.budget is not None and nbytes > counters.budget.left_bytes:
                 return "budget"
@@ -344,7 +344,7 @@ class DiskTier:
             end = min(begin + self._request_bytes, nbytes)
             extent = self._take(end - begin)
             if extent is None:
-                counters.left_queue(nbytes, refused=True)
+                counters.left_queue(stored, nbytes, refused=True)
                 return "full"
             pieces.append(Piece(extent, begin, end))
         stored.pieces = pieces
@@ -405,11 +405,12 @@ class DiskTier:
             data = stored.data
             waiting = [piece for piece in stored.pieces if piece.state is State.WAITS]
             if data is not None:
+                stored.begun = True
                 for piece in waiting:
                     piece.state = State.CANCELLED
         if data is not None:
-            for piece in waiting:
-                self._counters.left_queue(piece.nbytes, cancelled=True)
+            cancelled_bytes = sum(piece.nbytes for piece in waiting)
+            self._counters.left_queue(stored, cancelled_bytes, cancelled=True)
             with self._counters.lock:
                 self._counters.forwarded_bytes += ticket.nbytes
             return self._forward(data, out, stored.after)
@@ -469,7 +470,7 @@ class DiskTier:
         """Wait until nothing waits to be written; return whether that is so in time."""
         end = None if seconds is None else time.monotonic() + seconds
         with self._counters.lock:
-            while self._counters.queued_bytes:
+            while not self._counters.all_written:
                 left = None if end is None else end - time.monotonic()
                 if left is not None and left <= 0:
                     return False
@@ -480,7 +481,7 @@ class DiskTier:
         """Wait until nothing of a ticket waits to be written, or is being written."""
         counters = self._counters
         with counters.lock:
-            counters.idle.wait_for(lambda: not ticket.pending or not counters.queued_bytes)
+            counters.idle.wait_for(lambda: not ticket.pending or counters.all_written)
 
     def rest(self) -> None:
         """End the threads once all is written and read, and give up what holds nothing.

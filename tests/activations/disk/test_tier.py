@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 
 from bitslab.activations.disk import DiskError, DiskRates, DiskTier, Drive, PosixFile, Ticket
 from bitslab.activations.disk.budget import DAY_S, WriteBudget
+from bitslab.activations.disk.tickets import Stored
 from bitslab.engine.memory import host_arena
 from bitslab.engine.transfer import ThreadLane
 from bitslab.errors import ArgumentError, ArgumentTypeError, BitslabError
@@ -541,3 +542,31 @@ def test_tensors_are_checked(tmp_path: Path) -> None:
         ticket = stored(tier, random_bytes(5))
         with pytest.raises(ArgumentError, match="out: 4 bytes, expected 5"):
             tier.fetch(ticket, torch.zeros(4, dtype=torch.uint8))
+
+
+def test_a_piece_that_is_written_looks_at_its_own_ticket_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of pieces may wait: with each of them looking at all, threads did little else."""
+    looked, real = [0], Stored.pending.fget
+    gate = threading.Event()
+    write = PosixFile.write
+
+    def pending(stored: Stored) -> bool:
+        looked[0] += 1
+        assert real is not None
+        return bool(real(stored))
+
+    def late(*arguments: Any) -> None:
+        assert gate.wait(WAIT_S)
+        write(*arguments)
+
+    monkeypatch.setattr(Stored, "pending", property(pending))
+    monkeypatch.setattr(PosixFile, "write", late)
+    with DiskTier(tmp_path, rates=RATES) as tier:
+        tickets = [stored(tier, random_bytes(150 * KIB)) for _ in range(40)]  # three pieces each
+        looked[0] = 0
+        gate.set()
+        assert tier.drain(WAIT_S)
+        assert 3 * len(tickets) <= looked[0] < 3 * len(tickets) + 10 * len(tickets)
+        assert tier.stats()["queued_bytes"] == 0
