@@ -39,6 +39,7 @@ from activations_rok import (
     Rows,
     attach,
     checkpoint_layers,
+    made_on,
     make_model,
     warm_up,
     what_of,
@@ -106,15 +107,11 @@ class Halves(nn.Module):
 
 
 def shape_model(name: str, arguments: argparse.Namespace) -> nn.Module:
-    """Return a model of a shape, made on its device, of which a CPU would take minutes."""
-    before = torch.get_default_dtype()
-    if arguments.device == "cuda":
-        torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device(arguments.device):
-            return _t5(arguments) if name == "t5" else make_model(name, arguments)
-    finally:
-        torch.set_default_dtype(before)
+    """Return a model of a shape, made on its device."""
+    if name != "t5":
+        return make_model(name, arguments)
+    with made_on(arguments.device):
+        return _t5(arguments)
 
 
 def _t5(arguments: argparse.Namespace) -> nn.Module:

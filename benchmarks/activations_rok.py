@@ -60,38 +60,53 @@ WARM_SECONDS = 8.0
 MIN_BYTES = {"cpu": 16 << 10, "cuda": 256 << 10}
 
 
+@contextmanager
+def made_on(device: str) -> Iterator[None]:
+    """Make models on a device, of which a CPU would take minutes; bfloat16 on a GPU."""
+    before = torch.get_default_dtype()
+    if device == "cuda":
+        torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device(device):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def make_model(name: str, arguments: argparse.Namespace) -> nn.Module:
     """Return a model with random weights, on its device."""
+    with made_on(arguments.device):
+        model = _model(name, arguments)
+    model.config.use_cache = False  # layers that fill caches cannot be computed again
+    found: nn.Module = model.train()
+    return found
+
+
+def _model(name: str, arguments: argparse.Namespace) -> Any:
     import transformers
 
     hidden, layers, sequence = arguments.hidden, arguments.layers, arguments.sequence
     heads = max(1, hidden // arguments.head_dim)
     torch.manual_seed(0)
     config: Any
-    model: Any
     if name == "llama":
         config = transformers.LlamaConfig(
             hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
             intermediate_size=int(hidden * 11 / 4), vocab_size=VOCABULARY,
             max_position_embeddings=sequence,
         )  # fmt: skip
-        model = transformers.LlamaModel(config)
-    elif name == "gpt2":
+        return transformers.LlamaModel(config)
+    if name == "gpt2":
         config = transformers.GPT2Config(
             n_embd=hidden, n_layer=layers, n_head=heads, vocab_size=VOCABULARY,
             n_positions=sequence, bos_token_id=0, eos_token_id=0,
         )  # fmt: skip
-        model = transformers.GPT2Model(config)
-    else:
-        config = transformers.BertConfig(
-            hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
-            intermediate_size=4 * hidden, vocab_size=VOCABULARY, max_position_embeddings=sequence,
-        )  # fmt: skip
-        model = transformers.BertModel(config, add_pooling_layer=False)
-    config.use_cache = False  # layers that fill caches cannot be computed again
-    dtype = torch.bfloat16 if arguments.device == "cuda" else torch.float32
-    found: nn.Module = model.to(arguments.device, dtype).train()
-    return found
+        return transformers.GPT2Model(config)
+    config = transformers.BertConfig(
+        hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=heads,
+        intermediate_size=4 * hidden, vocab_size=VOCABULARY, max_position_embeddings=sequence,
+    )  # fmt: skip
+    return transformers.BertModel(config, add_pooling_layer=False)
 
 
 class Job:
