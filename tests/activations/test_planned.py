@@ -176,6 +176,26 @@ def test_replays_of_what_was_found_exact(
     assert plans[0].prediction.peak_bytes < plans[0].plain.peak_bytes - saved / 2
 
 
+def test_blocks_with_swiglu_keep_a_quarter_fewer_bytes_by_replays_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measured: list[MeasuredStep] = []
+
+    def choose(profile: StepProfile) -> Plan:
+        replayed = {s.site: Candidate("replay") for s in profile.sites if s.replay_s is not None}
+        return plan_of(profile, replayed)
+
+    def compare(plan: Plan, found: list[MeasuredStep], **_: Any) -> Correction:
+        measured.extend(found)
+        return Correction("holds", "The plan holds.")
+
+    follow(monkeypatch, choose)
+    monkeypatch.setattr(planned_module, "compare", compare)
+    offload = check(blocks, n=8, slowdown=0.1)
+    assert choices_of(offload) == {"keep", "replay"}
+    assert measured and all(step.peak_bytes <= 0.75 * KEPT_BYTES for step in measured)
+
+
 def test_sources_of_replays_may_be_moved(monkeypatch: pytest.MonkeyPatch, holds: None) -> None:
     def choose(profile: StepProfile) -> Plan:
         chosen = {s.site: Candidate("host") for s in profile.sites}
