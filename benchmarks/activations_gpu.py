@@ -14,10 +14,10 @@ computes.
 The peak of activations is what the device held at most in a step beyond weights and gradients.
 "planned 55%" has a limit at 55 % of what keeping takes, "planned 3%" the least memory found for 3 %
 of a step ("disk": with the folder as the only tier), "planned, nothing to do" one far above the
-peak; with --at-peaks the planner is also given the peak of every peer. The fastest step counts;
-each step has fresh ids. Gradients are those of the first layer's parameters for the same ids and
-dropout, beside those of keeping; "keep" has those of keeping once more, which differ where
-attention adds in any order.
+peak; with --at-peaks the planner is also given the peak of every peer, and compiled layers where
+that has them. The fastest step counts; each step has fresh ids. Gradients are those of the first
+layer's parameters for the same ids and dropout, beside those of keeping; "keep" has those of
+keeping once more, which differ where attention adds in any order.
 """
 
 from __future__ import annotations
@@ -151,6 +151,8 @@ def entered(job: Job, way: str, limit_bytes: int) -> Iterator[tuple[Contexts, An
         pinned = job.device.type == "cuda"
         context = lambda: torch.autograd.graph.save_on_cpu(pin_memory=pinned)  # noqa: E731
     elif way == "planned 55%" or way.startswith(AT_PEAK):
+        if way == AT_PEAK + "compile":  # the same layers, and the planner moves what these keep
+            compile_layers(job.model, 1.0)
         offload = attach(job, memory=limit_bytes)
     elif way == "planned 3%":
         offload = attach(job, slowdown=SLOWDOWN)
@@ -162,7 +164,7 @@ def entered(job: Job, way: str, limit_bytes: int) -> Iterator[tuple[Contexts, An
     elif way == "raw":
         offload = attach(job, policy="raw")
     elif way == "compile":
-        compile_layers(job.model)
+        compile_layers(job.model, COMPILE_BUDGET)
     elif made is not None:
         context = lambda: made  # noqa: E731
     job.backward_within = way == "deepspeed"  # which counts what was not read as lost
@@ -175,18 +177,18 @@ def entered(job: Job, way: str, limit_bytes: int) -> Iterator[tuple[Contexts, An
         if way in ("checkpoint", "deepspeed"):
             off = getattr(job.model, "activation_checkpointing_disable", None)
             (off or job.model.gradient_checkpointing_disable)()  # type: ignore[operator]
-        if way == "compile":
+        if way.endswith("compile"):
             for module in job.model.modules():
                 module._compiled_call_impl = None
             torch._dynamo.reset()
         give_back(job.device)
 
 
-def compile_layers(model: nn.Module) -> None:
-    """Compile each layer of a model, with a budget for what its backward pass keeps."""
+def compile_layers(model: nn.Module, budget: float) -> None:
+    """Compile each layer of a model, with a budget for what its backward pass keeps (1: all)."""
     import torch._functorch.config as functorch_config
 
-    functorch_config.activation_memory_budget = COMPILE_BUDGET
+    functorch_config.activation_memory_budget = budget
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     for layer in (layer for each in lists for layer in each if any(True for _ in layer.children())):
         layer.compile()
