@@ -45,9 +45,12 @@ from .layers import (
     WEIGHTED_SUM,
     blend,
     first_rows,
+    hgt_of_features,
+    projects_in_program,
     rgat,
     rows_of,
 )
+from .node_types import NodeTypes
 from .operator import run_on_edges, run_on_nodes
 from .passes import Passes
 from .program import CompiledProgram, Program, program
@@ -75,6 +78,7 @@ __all__ = [
     "CompiledProgram",
     "KeptByTensors",
     "LayerReport",
+    "NodeTypes",
     "Passes",
     "PlanMemoryError",
     "Program",
@@ -89,10 +93,12 @@ __all__ = [
     "first_rows",
     "flatten",
     "forget_calls",
+    "hgt_of_features",
     "leaky_relu",
     "or_own_code",
     "overridden",
     "program",
+    "projects_in_program",
     "rgat",
     "rows_of",
     "run_on_edges",

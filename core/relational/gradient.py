@@ -96,9 +96,23 @@ def _linear(s: Steps, step: Step, g: Step) -> Gradients:
 
 
 def _typed_linear(s: Steps, step: Step, g: Step) -> Gradients:
-    x, weight = step.args
-    gw = s.make("weight_grad", (x, g), "relation", weight.shape)
+    return _typed_product(s, *step.args, g)
+
+
+def _typed_product(s: Steps, x: Step, weight: Step, g: Step) -> Gradients:
+    gw = s.make("weight_grad", (x, g), weight.space, weight.shape)
     return s.typed_linear(g, s.transposed(weight)), gw
+
+
+def _typed_linear_add(s: Steps, step: Step, g: Step) -> Gradients:
+    bias, x, weight = step.args
+    return s.make("type_sum", (g,), bias.space, bias.shape), *_typed_product(s, x, weight, g)
+
+
+def _weight_product(s: Steps, step: Step, g: Step) -> Gradients:
+    weight, matrix = step.args
+    gm = s.make("weight_product_grad", (weight, g), "relation", matrix.shape)
+    return s.weight_product(g, s.transposed(matrix)), gm
 
 
 def _hop_sum(s: Steps, step: Step, g: Step) -> Gradients:
@@ -156,6 +170,8 @@ RULES: dict[str, Callable[[Steps, Step, Step], Gradients]] = {
     "t": _t,
     "to_order": _to_order,
     "typed_linear": _typed_linear,
+    "typed_linear_add": _typed_linear_add,
+    "weight_product": _weight_product,
 }
 
 

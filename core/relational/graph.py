@@ -8,6 +8,7 @@ while a program runs. A *space* is a set of rows that values can stand on:
 | `src`, `dst` | the source nodes, the destination nodes |
 | `edge` | the edges |
 | `relation` | the relations |
+| `src_type`, `dst_type` | the types of sources, of destinations, of a graph with node types |
 | `pair_src`, `pair_dst` | the distinct (source, relation) or (destination, relation) pairs |
 | `typed_edge` | the edges by relation |
 | `mixed:0110` | by relation: pairs of destinations where the digit is 1, else pairs of sources |
@@ -37,6 +38,7 @@ from ..errors import (
     ModifiedInPlaceError,
 )
 from .kept_by_tensors import KeptByTensors, versions_of
+from .node_types import TYPE_SPACES, NodeTypes
 
 T = TypeVar("T")
 
@@ -179,13 +181,15 @@ class RelationalGraph:
         Nodes, or source nodes and destination nodes of a bipartite graph.
     num_relations : int
         Relations; those without edges count.
+    node_types : NodeTypes, optional
+        Types of nodes, which programs may read by `src_type` and `dst_type`.
 
     Raises
     ------
     ArgumentTypeError
         For a tensor that is not an integer one, or on another device.
     ArgumentError
-        For a wrong shape or length.
+        For a wrong shape or length, and for an edge whose nodes have other types than its relation.
     IndexRangeError
         For a node or a relation out of range. On a GPU this is read with the sizes of the plan,
         when the graph is made: the only time that the host waits for the GPU.
@@ -205,9 +209,13 @@ class RelationalGraph:
         edge_type: torch.Tensor,
         num_nodes: int | tuple[int, int],
         num_relations: int,
+        node_types: NodeTypes | None = None,
     ) -> None:
         sizes = (num_nodes, num_nodes) if isinstance(num_nodes, int) else tuple(num_nodes)
         _check(edge_index, edge_type, sizes, num_relations)
+        if node_types is not None:
+            node_types.check(sizes, num_relations)
+        self.node_types = node_types
         self.edge_index, self.edge_type = edge_index, edge_type
         self.num_src, self.num_dst = sizes
         self.num_relations = num_relations
@@ -230,6 +238,9 @@ class RelationalGraph:
         self._place(*(c.long() for c in columns))
         if len(edge_type) and read_at_once(edge_type.device):
             self._survey(columns)
+        elif self.node_types is not None:
+            ends = (self._src, self._dst, self._type)
+            self.node_types.check_placed(self.node_types.misplaced(*ends).tolist())
 
     def _place(self, src: torch.Tensor, dst: torch.Tensor, kinds: torch.Tensor) -> None:
         """Put the edges in the order of their destinations."""
@@ -259,8 +270,13 @@ class RelationalGraph:
             _numbered(self._type, nodes, by, starts)
             for nodes, by in ((self._src, by_src), (self._dst, order))
         ]
-        read = torch.cat([ends, starts, *(of_type for *_, of_type in found)]).tolist()
+        wrong = order[:0]
+        if self.node_types is not None:
+            wrong = self.node_types.misplaced(self._src, self._dst, self._type)
+        read = torch.cat([ends, starts, *(of_type for *_, of_type in found), wrong]).tolist()
         self._check_ranges(read[:6])
+        if self.node_types is not None:
+            self.node_types.check_placed(read[-2:])
         size = self.num_relations + 1
         bounds = [read[6 + i * size : 6 + (i + 1) * size] for i in range(3)]
         self._made["rows typed_edge"] = self._typed_edges(order, bounds[0])
@@ -327,10 +343,16 @@ class RelationalGraph:
         return self.once(f"rows {space}", lambda: self._make_rows(space))
 
     def _make_rows(self, space: str) -> Rows:
-        if space == "src":
-            return Rows(self.num_src, self._src)
-        if space == "dst":
-            return Rows(self.num_dst, self._dst)
+        if space in ("src", "dst"):
+            of_edge, n = (self._src, self.num_src) if space == "src" else (self._dst, self.num_dst)
+            if self.node_types is None:
+                return Rows(n, of_edge)
+            kinds = self.node_types.of_nodes(self.device)
+            return Rows(n, of_edge, None, kinds, list(self.node_types.bounds))
+        if space in TYPE_SPACES:
+            assert self.node_types is not None
+            of_edge = self.node_types.of_relations(space, self.device)[self._type]
+            return Rows(self.node_types.count, of_edge)
         if space == "relation":
             return Rows(self.num_relations, self._type)
         if space == "edge":
@@ -397,12 +419,27 @@ class RelationalGraph:
         rows, ends = self.rows(to), self.rows(source).of_edge
         if to == "edge":
             return ends
+        if source in TYPE_SPACES:
+            return self._types_of(source, to)
         if source == "edge" or to == "typed_edge":
             assert to == "typed_edge" and rows.node is not None
             return ends[rows.node]
         found = rows.relation if source == "relation" else rows.node
         assert found is not None
         return found
+
+    def _types_of(self, source: str, to: str) -> torch.Tensor:
+        """Return the type, at one end of edges, of each row of a space."""
+        assert self.node_types is not None
+        kinds = self.rows(to).relation
+        if to == TYPE_SPACES[source]:
+            assert kinds is not None
+            return kinds
+        by_relation = self.node_types.of_relations(source, self.device)
+        if to == "relation":
+            return by_relation
+        assert kinds is not None
+        return by_relation[kinds]
 
     def rows_of_edges(self, space: str) -> torch.Tensor | None:
         """Return the row of a space of each edge, None for the edges themselves."""
@@ -511,12 +548,13 @@ def graph_of(
     edge_type: torch.Tensor,
     num_nodes: tuple[int, int],
     num_relations: int,
+    node_types: NodeTypes | None = None,
 ) -> RelationalGraph:
     """Return the graph of plain tensors: that of an earlier call, if they did not change since."""
     return _graphs.find(
         (edge_index, edge_type),
-        (num_nodes, num_relations),
-        lambda: RelationalGraph(edge_index, edge_type, num_nodes, num_relations),
+        (num_nodes, num_relations, node_types),
+        lambda: RelationalGraph(edge_index, edge_type, num_nodes, num_relations, node_types),
     )
 
 

@@ -8,6 +8,7 @@ import torch
 
 from .packed_changes import Packed
 from .program import PACKED, CompiledProgram, program
+from .steps import costs_of
 from .trace import (
     Graph,
     Value,
@@ -52,10 +53,16 @@ def _biased_of_nodes(g: Graph, bias: Value, x: Value, weight: Value) -> Value:
     return shared(bias) + g.dst(x) @ transposed(weight)
 
 
+def _attention(
+    g: Graph, k: Value, q: Value, v: Value, keys: Value, values: Value, prior: Value
+) -> Value:
+    score = dot(typed_linear(k, keys), q) * g.relation(prior)
+    return sum_to_dst(softmax_by_dst(score) * typed_linear(v, values))
+
+
 @program
 def _hgt(g: Graph, k: Value, q: Value, v: Value, keys: Value, values: Value, prior: Value) -> Value:
-    score = dot(typed_linear(g.src(k), keys), g.dst(q)) * g.relation(prior)
-    return sum_to_dst(softmax_by_dst(score) * typed_linear(g.src(v), values))
+    return _attention(g, g.src(k), g.dst(q), g.src(v), keys, values, prior)
 
 
 # Made once: `torch.compile` can look a program up, and cannot make one.
@@ -111,6 +118,60 @@ def blend(start: torch.Tensor, end: torch.Tensor, share: torch.Tensor) -> torch.
 
 Outputs = Value | tuple[Value, Value]
 _rgat: dict[tuple[int, float, bool, bool, bool], CompiledProgram] = {}
+_hgt_of_features: dict[tuple[int, bool], CompiledProgram] = {}
+
+
+#: Operators that `hgt_of_features` has more than `HGT` after one product for keys, queries, values.
+_MORE_CALLS = 8
+
+
+def projects_in_program(rows: int, depth: int, width: int, device: torch.device) -> bool:
+    """Return whether products of weights may save more than what `hgt_of_features` adds.
+
+    They save at most the projections of keys and values: of `rows` nodes, `depth` features to
+    `width`. Which of them they save is counted for the graph, when its steps are chosen.
+    """
+    multiply, _, _, call, _ = costs_of(device)
+    return 2 * rows * depth * width * multiply > _MORE_CALLS * call
+
+
+def hgt_of_features(heads: int, biased: bool) -> CompiledProgram | None:
+    """Return the program of HGT with the projections of node types, on a graph with `NodeTypes`.
+
+    Inputs are x, the projections wk, wq and wv ``[types, K, heads * D]``, where `biased` bk, bq and
+    bv ``[types, heads * D]``, then keys, values and prior as `HGT` takes them. Where that costs
+    less, projections are multiplied by the matrices of relations, and rows by the products alone.
+    None while `torch.compile` traces, if it was not asked for before.
+    """
+    key = (heads, biased)
+    if key not in _hgt_of_features:
+        if torch.compiler.is_compiling():
+            return None
+        _hgt_of_features[key] = _make_hgt(*key)
+    return _hgt_of_features[key]
+
+
+def _make_hgt(heads: int, biased: bool) -> CompiledProgram:
+    def plain(
+        g: Graph, x: Value, wk: Value, wq: Value, wv: Value, keys: Value, values: Value,
+        prior: Value,
+    ) -> Value:  # fmt: skip
+        k, v = (typed_linear(g.src(x), w, g.src_type) for w in (wk, wv))
+        q = typed_linear(g.dst(x), wq, g.dst_type)
+        parts = (split(part, heads) for part in (k, q, v))
+        return _attention(g, *parts, keys, values, prior)
+
+    def with_bias(
+        g: Graph, x: Value, wk: Value, wq: Value, wv: Value, bk: Value, bq: Value, bv: Value,
+        keys: Value, values: Value, prior: Value,
+    ) -> Value:  # fmt: skip
+        k = typed_linear(g.src(x), wk, g.src_type) + g.src_type(bk)
+        v = typed_linear(g.src(x), wv, g.src_type) + g.src_type(bv)
+        q = typed_linear(g.dst(x), wq, g.dst_type) + g.dst_type(bq)
+        parts = (split(part, heads) for part in (k, q, v))
+        return _attention(g, *parts, keys, values, prior)
+
+    return program(with_bias if biased else plain).compile()
 
 
 def rgat(

@@ -14,6 +14,7 @@ import torch
 
 from ..errors import ArgumentTypeError
 from .graph import PlanMemoryError, RelationalGraph, forget_graph, graph_of
+from .node_types import NodeTypes
 from .packed_changes import Packed
 from .program import PROGRAMS, CompiledProgram, autocast_dtype, cast_tensors
 from .steps import Shape, broadcast
@@ -27,6 +28,7 @@ def run_on_edges(
     num_nodes: tuple[int, int],
     num_relations: int,
     *inputs: torch.Tensor | Packed,
+    node_types: NodeTypes | None = None,
 ) -> Any:
     """Return a program's outputs for plain tensors of edges; `torch.compile` sees one operator.
 
@@ -34,9 +36,11 @@ def run_on_edges(
     not changed in place. Inputs and errors are those of a call and of `RelationalGraph`.
     """
     if not torch.compiler.is_compiling():
-        graph = graph_of(edge_index, edge_type, num_nodes, num_relations)
+        graph = graph_of(edge_index, edge_type, num_nodes, num_relations, node_types)
         return _on_kept_graph(program, graph, inputs)
-    outputs = _traced(program, edge_index, edge_type, num_nodes, num_relations, inputs)
+    numbers = [] if node_types is None else node_types.numbers()
+    edges = (edge_index, edge_type, *num_nodes, num_relations, numbers)
+    outputs = _traced(program, edges, inputs)
     return outputs[0] if program.program.single else tuple(outputs)
 
 
@@ -66,12 +70,7 @@ def _on_kept_graph(
 
 
 def _traced(
-    program: CompiledProgram,
-    edge_index: torch.Tensor,
-    edge_type: torch.Tensor,
-    num_nodes: tuple[int, int],
-    num_relations: int,
-    inputs: Sequence[Any],
+    program: CompiledProgram, edges: tuple[Any, ...], inputs: Sequence[Any]
 ) -> list[torch.Tensor]:
     for name, x in zip(program.program.names, inputs, strict=True):
         if not isinstance(x, torch.Tensor):
@@ -79,12 +78,10 @@ def _traced(
                 f"input {name!r} is {type(x).__name__}; inside torch.compile accepted are tensors"
             )
     values = list(inputs)
-    dtype = autocast_dtype(edge_index.device.type, values)
+    dtype = autocast_dtype(edges[0].device.type, values)
     if dtype is not None:
         values = cast_tensors(values, dtype)
-    found: list[torch.Tensor] = torch.ops.bitslab.relational(
-        values, edge_index, edge_type, *num_nodes, num_relations, program.number
-    )
+    found: list[torch.Tensor] = torch.ops.bitslab.relational(values, *edges, program.number)
     return found
 
 
@@ -96,11 +93,13 @@ def relational(
     num_src: int,
     num_dst: int,
     num_relations: int,
+    node_types: Sequence[int],
     program: int,
 ) -> list[torch.Tensor]:
     """Run a program; the result shares no memory with an input."""
     compiled = PROGRAMS[program]
-    graph = graph_of(edge_index, edge_type, (num_src, num_dst), num_relations)
+    types = NodeTypes.of_numbers(node_types, num_relations)
+    graph = graph_of(edge_index, edge_type, (num_src, num_dst), num_relations, types)
     with torch.no_grad():
         outputs = _on_kept_graph(compiled, graph, inputs)
     return _apart([outputs] if compiled.program.single else list(outputs), inputs)
@@ -114,6 +113,7 @@ def _(
     num_src: int,
     num_dst: int,
     num_relations: int,
+    node_types: Sequence[int],
     program: int,
 ) -> list[torch.Tensor]:
     traced_program = PROGRAMS[program].program
@@ -132,11 +132,13 @@ def relational_grad(
     num_src: int,
     num_dst: int,
     num_relations: int,
+    node_types: Sequence[int],
     program: int,
 ) -> list[torch.Tensor]:
     """Return the gradients of all inputs."""
     compiled = PROGRAMS[program]
-    graph = graph_of(edge_index, edge_type, (num_src, num_dst), num_relations)
+    types = NodeTypes.of_numbers(node_types, num_relations)
+    graph = graph_of(edge_index, edge_type, (num_src, num_dst), num_relations, types)
     leaves = [x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
         outputs = _on_kept_graph(compiled, graph, leaves)
@@ -175,7 +177,9 @@ def _gradients(ctx: Any, gradients: list[torch.Tensor | None]) -> Any:
         for g, shape in zip(gradients, ctx.shapes, strict=True)
     ]
     found = torch.ops.bitslab.relational_grad(given, tensors, edge_index, edge_type, *ctx.rest)
-    return (found, None, None, None, None, None, None)
+    *_, node_types, _ = ctx.rest
+    # For torch a list of numbers is one argument, and an empty one a list of none.
+    return (found, *[None] * 5, None if node_types else [], None)
 
 
 torch.library.register_autograd("bitslab::relational", _gradients, setup_context=_keep)

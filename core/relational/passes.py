@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from ..errors import ArgumentError
 from .graph import BATCH_RELATIONS, RelationalGraph
+from .node_types import TYPE_SPACES
 from .steps import Shape, Step, Steps, weighs
 from .trace import Value, in_order
 
@@ -23,10 +24,14 @@ SPACES = {
     "s": "src",
     "d": "dst",
     "r": "relation",
+    "p": "src_type",
+    "q": "dst_type",
     "rs": "pair_src",
     "dr": "pair_dst",
 }
-ROWS_OF = {"s": "src", "d": "dst", "e": "edge", "r": "relation"}
+ROWS_OF = {
+    "s": "src", "d": "dst", "e": "edge", "r": "relation", "p": "src_type", "q": "dst_type"
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -121,6 +126,10 @@ class Lowering:
         name = value.args[0].attrs[0]
         (letter,) = value.deps
         space, info = ROWS_OF[letter], self.inputs[name]
+        if space in TYPE_SPACES and self.graph.node_types is None:
+            raise ArgumentError(
+                f"{value.line}: input {name!r} is of {space}, and the graph has no node_types"
+            )
         rows = self.steps.rows(space)
         # A block's destinations are its first sources, and packed rows cannot be cut.
         first = letter == "d" and info.packed and rows <= self.graph.num_src
@@ -171,6 +180,10 @@ class Lowering:
     def _typed_linear(self, value: Value) -> Step:
         x, weight = map(self.step, value.args)
         space = self.space(value)
+        if weight.space in TYPE_SPACES:
+            return self.steps.typed_linear(x, weight, value.line)
+        if x.space in TYPE_SPACES:
+            x = self.steps.gather(x, space)
         if x.op == "packed" and len(x.shape) == 1 and len(weight.shape) == 3:
             # Rows of heads, which are split as they are decoded.
             x = self.steps.reshape(x, weight.shape[:-1])
@@ -179,6 +192,11 @@ class Lowering:
         rows = "typed_edge" if space == "edge" else space
         product = self.steps.typed_linear(self.steps.gather(x, rows), weight, value.line)
         return self.steps.gather(product, space)
+
+    def _weight_product(self, value: Value) -> Step:
+        weight, matrix = map(self.step, value.args)
+        weight = self.steps.gather(weight, "relation")
+        return self.steps.weight_product(weight, matrix, value.line)
 
     def _dot(self, value: Value) -> Step:
         x, y = map(self.step, value.args)
@@ -337,11 +355,10 @@ def lowered(
     if not passes.reorder:
         return best, outputs
     lowest = cost_of(best)
-    for make in (_after_typed, _other_side):
-        for place in range(sum(1 for v in in_order(outputs) if make(v) is not None)):
-            candidate = _rewritten(outputs, make, place)
-            if candidate is None:
-                continue
+    for make in (_after_typed, _other_side, _before_typed):
+        place = 0
+        while (candidate := _rewritten(outputs, make, place)) is not None:
+            place += 1
             try:
                 lowering = Lowering(graph, inputs, passes, candidate)
             except ArgumentError:  # shapes for which the operators cannot be exchanged
@@ -349,6 +366,7 @@ def lowered(
             cost = cost_of(lowering)
             if cost < lowest:
                 best, outputs, lowest = lowering, candidate, cost
+                place -= 1  # what was there is no match any more, or costs more as it was
     return best, outputs
 
 
@@ -373,6 +391,38 @@ def _other_side(value: Value) -> Value | None:
             moved = Value("typed_linear", (other, weight), (), other.deps | {"r"}, product.line)
             return Value("dot", (x, moved), (), value.deps, value.line)
     return None
+
+
+def _before_typed(value: Value) -> Value | None:
+    """``(x P[type] + b[type]) W[r]`` is ``x (P[type] W[r]) + b[type] W[r]``, for each head alone.
+
+    The type of a node at one end of an edge is that of the edge's relation.
+    """
+    if value.op != "typed_linear":
+        return None
+    rows, matrix = value.args
+    heads = rows.attrs if rows.op == "split" else ()
+    rows = rows.args[0] if heads else rows
+    bias = None
+    if rows.op == "add":
+        rows, bias = rows.args if rows.args[0].op == "typed_linear" else rows.args[::-1]
+        if bias.op != "place" or not bias.deps < {"p", "q"}:
+            return None
+    if rows.op != "typed_linear" or not rows.args[1].deps < {"p", "q"}:
+        return None
+    x, projection = rows.args
+    weight = Value("weight_product", (projection, matrix), (), "r", value.line)
+    result = Value("typed_linear", (x, weight), (), value.deps, value.line)
+    if heads:
+        result = Value("split", (result,), heads, None, value.line)
+    if bias is None:
+        return result
+    if heads:
+        bias = Value("split", (bias,), heads, None, value.line)
+    return Value(
+        "add", (result, Value("typed_linear", (bias, matrix), (), "r", value.line)), (), None,
+        value.line,
+    )  # fmt: skip
 
 
 def _rewritten(

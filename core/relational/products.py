@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ..engine.kernels.cpu import typed_products
-from ..engine.kernels.cpu.typed_products import BLOCK_ROWS
+from ..engine.kernels.cpu.typed_products import BLOCK_ROWS, take
 from .graph import RelationalGraph, length_of_batch
 from .kernel_steps import tiles_of
 from .packed_products import PackedProducts
@@ -115,9 +116,46 @@ class Products:
         space = step.args[0].space
         bounds = self.graph.rows(space).bounds
         if bounds is None:  # one row for each relation
-            rows = self._plain(step, x, weight.dtype)
+            rows = self._plain(step, x, weight.dtype, index)
             return torch.matmul(rows.unsqueeze(-2), weight).squeeze(-2)
         return self._product(space, bounds, x, weight, step, index)
+
+    def typed_linear_add(
+        self, step: Step, bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Multiply each node by its type's weight, and add its type's row."""
+        bounds = self.graph.rows(step.space).bounds
+        assert bounds is not None
+        out = weight.new_empty(bounds[-1], *step.shape)
+        for r, (begin, end) in enumerate(itertools.pairwise(bounds)):
+            torch.addmm(bias[r], x[begin:end], weight[r], out=out[begin:end])
+        return out
+
+    def type_sum(self, step: Step, g: torch.Tensor) -> torch.Tensor:
+        """Sum over the nodes of each type."""
+        bounds = self.graph.rows(step.args[0].space).bounds
+        assert bounds is not None
+        sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
+        return torch.stack([rows.sum(0) for rows in g.split(sizes)])
+
+    def weight_product(
+        self, step: Step, weight: torch.Tensor, matrix: torch.Tensor
+    ) -> torch.Tensor:
+        """Multiply weights ``[R, K, H * D]`` by matrices ``[R, H, D, N]``, head by head."""
+        if matrix.ndim == 3:
+            return torch.bmm(weight, matrix)
+        parts = weight.unflatten(-1, matrix.shape[1:3]).transpose(1, 2)
+        return torch.matmul(parts, matrix).transpose(1, 2).flatten(2)
+
+    def weight_product_grad(
+        self, step: Step, weight: torch.Tensor, g: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the gradient of the matrices of `weight_product`."""
+        if len(step.shape) == 2:
+            return torch.bmm(weight.transpose(1, 2), g)
+        heads, d, n = step.shape
+        parts = weight.unflatten(-1, (heads, d)).permute(0, 2, 3, 1)
+        return torch.matmul(parts, g.unflatten(-1, (heads, n)).transpose(1, 2))
 
     def weight_grad(
         self, step: Step, x: Any, g: torch.Tensor, index: torch.Tensor | None = None
@@ -126,11 +164,16 @@ class Products:
         space = step.args[0].space
         bounds = self.graph.rows(space).bounds
         if bounds is None:
-            return torch.mul(self._plain(step, x, g.dtype).unsqueeze(-1), g.unsqueeze(-2))
+            rows = self._plain(step, x, g.dtype, index)
+            return torch.mul(rows.unsqueeze(-1), g.unsqueeze(-2))
         return self._gradient(space, bounds, x, g, step, index)
 
-    def _plain(self, step: Step, x: Any, dtype: torch.dtype) -> torch.Tensor:
+    def _plain(
+        self, step: Step, x: Any, dtype: torch.dtype, index: torch.Tensor | None
+    ) -> torch.Tensor:
         """Return rows of relations, which are few, decoded."""
+        if index is not None:
+            x = take(x, index)
         if isinstance(x, torch.Tensor):
             return x
         rows: torch.Tensor = x.gather(torch.arange(len(x), device=self.graph.device))

@@ -1,6 +1,7 @@
 """The second level: steps on rows of known spaces, each an instance of a template.
 
-- GEMM, ``Y = X[gather] W[type]`` by slices of rows of one relation: `typed_linear`, `weight_grad`.
+- GEMM, ``Y = X[gather] W[type]`` by slices of rows of one relation, or nodes of one type:
+  `typed_linear`, `typed_linear_add`, `weight_grad`.
 - Traversal, a loop over the entries of each row of a sparse matrix: `hop_sum`, `hop_dot`,
   `softmax`, `softmax_grad`.
 - torch, one of its operators: all others.
@@ -14,13 +15,16 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ..errors import ArgumentError
 from .graph import RelationalGraph
+from .node_types import TYPE_SPACES
 
 Shape = tuple[int, ...]
 
 TEMPLATES = {
-    **dict.fromkeys(("typed_linear", "weight_grad"), "GEMM"),
+    **dict.fromkeys(("typed_linear", "typed_linear_add", "weight_grad"), "GEMM"),
     **dict.fromkeys(("hop_sum", "hop_dot", "softmax", "softmax_grad"), "traversal"),
 }
 
@@ -72,6 +76,11 @@ COSTS = {
 }
 
 
+def costs_of(device: torch.device) -> tuple[float, ...]:
+    """Return the costs of a device."""
+    return COSTS.get(device.type, COSTS["cuda"])
+
+
 class Steps:
     """Makes the steps of a program for one graph.
 
@@ -84,7 +93,7 @@ class Steps:
     def __init__(self, graph: RelationalGraph) -> None:
         self.graph = graph
         self._made: dict[Any, Step] = {}
-        self.costs = COSTS.get(graph.device.type, COSTS["cuda"])
+        self.costs = costs_of(graph.device)
 
     def make(self, op: str, args: tuple[Step, ...], space: str, shape: Shape, *attrs: Any) -> Step:
         """Return a step; one that was made before where it is the same."""
@@ -134,15 +143,29 @@ class Steps:
         return self.make("t", (weight,), weight.space, (*rest, n, k))
 
     def typed_linear(self, x: Step, weight: Step, line: str = "") -> Step:
-        """Return x times the weight of each row's relation."""
+        """Return x times the weight of each row's relation, or of each node's type."""
         *heads, k, n = weight.shape if len(weight.shape) >= 2 else (0, 0)
-        if weight.space != "relation" or x.shape != (*heads, k) or len(heads) > 1:
+        typed = weight.space == "relation" or TYPE_SPACES.get(weight.space) == x.space
+        if not typed or x.shape != (*heads, k) or len(heads) > 1:
             raise ArgumentError(
                 f"{line}: typed_linear of rows of shape {list(x.shape)} by weights "
                 f"[R, {', '.join(map(str, weight.shape))}]; accepted are [K] by [R, K, N], or "
                 "[H, K] by [R, H, K, N]"
             )
         return self.make("typed_linear", (x, weight), x.space, (*heads, n))
+
+    def weight_product(self, weight: Step, matrix: Step, line: str = "") -> Step:
+        """Return weights ``[K, H * D]`` of relations times matrices ``[H, D, N]`` of theirs."""
+        heads = matrix.shape[0] if len(matrix.shape) == 3 else 1
+        *more, d, n = matrix.shape if len(matrix.shape) >= 2 else (0, 0)
+        fits = len(weight.shape) == 2 and len(more) <= 1 and weight.shape[1] == heads * d
+        if not fits or (weight.space, matrix.space) != ("relation", "relation"):
+            raise ArgumentError(
+                f"{line}: weights {list(weight.shape)} times matrices {list(matrix.shape)}; "
+                "accepted are [K, H * D] and [H, D, N]"
+            )
+        shape = (weight.shape[0], heads * n)
+        return self.make("weight_product", (weight, matrix), "relation", shape)
 
     def linear(self, x: Step, weight: Step, line: str = "") -> Step:
         """Return x times a weight that all rows share."""
@@ -156,6 +179,9 @@ class Steps:
     def plus(self, x: Step, y: Step) -> Step:
         """Return a sum of rows; of a product with a shared weight it is one operator."""
         for rest, product in ((x, y), (y, x)):
+            if product.op == "typed_linear" and self._is_bias(rest, product):
+                args = (rest.args[0], *product.args)
+                return self.make("typed_linear_add", args, product.space, product.shape)
             of_rows = product.op == "linear" and product.space != "shared"
             # One row for all is added to rows of one dimension.
             spaces = (product.space, "shared") if len(product.shape) == 1 else (product.space,)
@@ -163,6 +189,12 @@ class Steps:
                 args = (rest, *product.args)
                 return self.make("linear_add", args, product.space, product.shape)
         return self.elementwise("add", (x, y))
+
+    def _is_bias(self, rest: Step, product: Step) -> bool:
+        """Return whether rows are one for each type of nodes that a product is of."""
+        x, weight = product.args
+        one = rest.op == "gather" and rest.args[0].space == weight.space in TYPE_SPACES
+        return one and rest.shape == product.shape and len(rest.shape) == 1 and x.op != "packed"
 
     def hop_sum(self, name: str, transposed: bool, x: Step, weight: Step | None = None) -> Step:
         """Return the sum over each row's entries of a matrix, weighted by edge values ``[.., 1]``.
@@ -194,11 +226,14 @@ class Steps:
         multiply, visit, copy, call, product = self.costs
         if step.op in ("input", "inverse_counts", "reshape", "t", "shared"):
             return 0.0
-        if step.op in ("typed_linear", "linear", "linear_add"):
+        if step.op == "weight_product":
+            matrix = step.args[1]
+            return self.rows("relation") * step.width * matrix.shape[-2] * multiply + call
+        if step.op in ("typed_linear", "typed_linear_add", "linear", "linear_add"):
             x, weight = step.args[-2:]
             rows = self.rows(step.space)
-            if step.op == "typed_linear":
-                call += self.graph.num_relations * product
+            if weight.space != "shared":
+                call += self.rows(weight.space) * product
             moved = rows * (x.width + step.width) * copy
             return rows * x.width * weight.shape[-1] * multiply + moved + call
         if step.op == "hop_sum":

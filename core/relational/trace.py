@@ -2,8 +2,9 @@
 
 A program is a Python function. It is run once on `Value` objects instead of tensors, and every
 operation on these makes another one. Each knows what it depends on: the source of an edge (``s``),
-its destination (``d``), its relation (``r``), the edge itself (``e``). A value that depends on
-source and relation alone is the same for all edges that share them, whatever its place in the
+its destination (``d``), its relation (``r``), the edge itself (``e``), the type of its source
+(``p``) and of its destination (``q``), which node and relation have already. A value that depends
+on source and relation alone is the same for all edges that share them, whatever its place in the
 program: where it is computed is decided later, from these letters.
 """
 
@@ -35,7 +36,7 @@ class Value:
     attrs : tuple
         Numbers and names that belong to the operation.
     deps : frozenset of str
-        Letters of what it depends on: s, d, r, e; none for a tensor that all share.
+        Letters of what it depends on: s, d, r, e, p, q; none for a tensor that all share.
     line : str
         Where the program makes it, for messages.
     """
@@ -50,7 +51,7 @@ class Value:
     ) -> None:
         self.op, self.args, self.attrs = op, args, attrs
         union = frozenset().union(*(a.deps for a in args)) if deps is None else frozenset(deps)
-        self.deps: frozenset[str] = union
+        self.deps: frozenset[str] = _without_implied(union)
         self.line = line or _line()
 
     def with_args(self, args: Sequence[Value]) -> Value:
@@ -141,35 +142,56 @@ class Graph:
         """Return the value of each edge's relation of an input ``[R, ...]``."""
         return _placed(x, "r", "relation")
 
+    def src_type(self, x: Value) -> Value:
+        """Return the value of the type of each edge's source of an input ``[types, ...]``."""
+        return _placed(x, "p", "src_type")
+
+    def dst_type(self, x: Value) -> Value:
+        """Return that of the type of each edge's destination."""
+        return _placed(x, "q", "dst_type")
+
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
         raise ProgramError(
             f"{_line()}: the graph has no {name!r}; accepted are src, dst, edge, relation, "
-            "edge_type and inverse_counts"
+            "src_type, dst_type, edge_type and inverse_counts"
         )
 
 
 def typed_linear(x: Value, weight: Value, edge_type: object = Graph.edge_type) -> Value:
-    """Multiply each row by its relation's weight.
+    """Multiply each row by its relation's weight, or each node by its type's.
 
     Parameters
     ----------
     x : Value
         Rows of shape ``[K]``, or ``[H, K]`` with a weight for each head.
     weight : Value
-        An input ``[R, K, N]``, or ``[R, H, K, N]``.
+        An input ``[R, K, N]``, or ``[R, H, K, N]``; of types of nodes ``[types, K, N]``.
     edge_type : object
-        ``g.edge_type``, the only types there are.
+        ``g.edge_type``; ``g.src_type`` for values of sources and ``g.dst_type`` for those of
+        destinations, of a graph with `NodeTypes`.
 
     Returns
     -------
     Value
         Rows of shape ``[N]``, or ``[H, N]``.
     """
-    if edge_type is not Graph.edge_type:
-        raise ProgramError(f"{_line()}: typed_linear by {edge_type!r}; accepted is g.edge_type")
     value = _of_rows(x, "typed_linear")
+    for end, letters in (("src_type", "ps"), ("dst_type", "qd")):
+        if getattr(edge_type, "__func__", None) is getattr(Graph, end):
+            if value.deps != {letters[1]}:
+                raise ProgramError(
+                    f"{_line()}: typed_linear by g.{end} of {value.op}; accepted are values of "
+                    f"{end[:3]} alone"
+                )
+            placed = _placed(_value(weight, "typed_linear"), letters[0], end)
+            return Value("typed_linear", (value, placed))
+    if edge_type is not Graph.edge_type:
+        raise ProgramError(
+            f"{_line()}: typed_linear by {edge_type!r}; accepted are g.edge_type, g.src_type and "
+            "g.dst_type"
+        )
     return Value(
         "typed_linear", (value, _typed(_value(weight, "typed_linear"))), (), value.deps | {"r"}
     )
@@ -271,7 +293,10 @@ def described(outputs: Sequence[Value]) -> str:
     """Return the text of a traced program, a line for each operation."""
     names: dict[int, str] = {}
     lines: list[str] = []
-    kinds = {"": "shared", "s": "source", "d": "destination", "r": "relation", "e": "edge"}
+    kinds = {
+        "": "shared", "s": "source", "d": "destination", "r": "relation", "e": "edge",
+        "p": "type of source", "q": "type of destination",
+    }  # fmt: skip
     for value in in_order(outputs):
         if value.op == "input":
             names[id(value)] = value.attrs[0]
@@ -282,7 +307,10 @@ def described(outputs: Sequence[Value]) -> str:
             continue
         names[id(value)] = f"%{len(lines)}"
         arguments = [*(names[id(a)] for a in value.args), *map(str, value.attrs)]
-        of = ", ".join(kinds[letter] for letter in sorted(value.deps, key="sdre".index)) or "shared"
+        of = (
+            ", ".join(kinds[letter] for letter in sorted(value.deps, key="sdrepq".index))
+            or "shared"
+        )
         lines.append(f"{names[id(value)]} = {value.op}({', '.join(arguments)})  # by {of}")
     return "\n".join([*lines, "return " + ", ".join(names[id(o)] for o in outputs)])
 
@@ -292,6 +320,15 @@ def _accepted() -> str:
         "accepted are + - * / @ and the functions of bitslab.relational: typed_linear, "
         "sum_to_dst, softmax_by_dst, dot, leaky_relu, exp, split, flatten, shared"
     )
+
+
+def _without_implied(deps: frozenset[str]) -> frozenset[str]:
+    """Return letters without types of nodes that a node or a relation among them has."""
+    if "p" in deps and deps & {"s", "r", "e"}:
+        deps = deps - {"p"}
+    if "q" in deps and deps & {"d", "r", "e"}:
+        deps = deps - {"q"}
+    return deps
 
 
 def _value(x: Any, what: str) -> Value:

@@ -23,14 +23,17 @@ from bitslab.relational import (
     WEIGHTED_SUM,
     KeptByTensors,
     LayerReport,
+    NodeTypes,
     blend,
     calls_of,
     check_no_packed,
     count_call,
     first_rows,
     forget_calls,
+    hgt_of_features,
     or_own_code,
     overridden,
+    projects_in_program,
     rows_of,
     run_on_edges,
 )
@@ -38,6 +41,7 @@ from bitslab.tensors import FeatureTensor
 
 _edge_indices = KeptByTensors()
 _rows = KeptByTensors()
+_node_types = KeptByTensors()
 
 
 def _graph_reason(g: Any, *types: Any) -> str:
@@ -75,6 +79,31 @@ def _edges(g: Any) -> torch.Tensor:
     if torch.compiler.is_compiling():
         return torch.stack(ends)
     return _edge_indices.find(ends, None, lambda: torch.stack(ends))
+
+
+def _types_of_nodes(
+    edges: torch.Tensor, node_type: torch.Tensor, edge_type: torch.Tensor, n: int, relations: int
+) -> NodeTypes | None:
+    """Return node types that stand in order and follow from relations; None for others.
+
+    It takes one host read, for a graph and its types that are not changed in place.
+    """
+    if torch.compiler.is_compiling() or not n or not relations:
+        return None
+
+    def make() -> NodeTypes | None:
+        nodes, kinds = node_type.long(), edge_type.long().clamp(0, relations - 1)
+        tables, wrong = [], (nodes[1:] < nodes[:-1]).any() | (nodes < 0).any() | (nodes >= n).any()
+        for end in edges:
+            types = nodes[end].clamp(0, n - 1)
+            table = types.new_zeros(relations).index_copy_(0, kinds, types)
+            wrong = wrong | (table[kinds] != types).any()
+            tables.append(table)
+        bounds = torch.searchsorted(nodes, torch.arange(n + 1, device=nodes.device))
+        numbers = torch.cat([wrong[None], bounds, *tables]).tolist()
+        return None if numbers[0] else NodeTypes.of_numbers(numbers[1:], relations)
+
+    return _node_types.find((edges, node_type, edge_type), (n, relations), make)
 
 
 def _to_itself(types: torch.Tensor) -> torch.Tensor:
@@ -242,7 +271,16 @@ class HGTConv(_Compiled, dnn.HGTConv):  # type: ignore[misc]
             )
         dst_type = ntype[:n_dst] if g.is_block else ntype
         linears = (self.linear_k, self.linear_v, self.linear_q)
-        if g.is_block:
+        node_types = None
+        size = (n_src, rows.shape[1], self.num_heads * self.head_size)
+        plain = isinstance(rows, torch.Tensor) and not g.is_block
+        if plain and projects_in_program(*size, g.device):
+            sizes = (linears[0].num_types, self.relation_att[0].num_types)
+            node_types = _types_of_nodes(_edges(g), ntype, etype, *sizes)
+        if node_types is not None:
+            program = hgt_of_features(self.num_heads, False)
+            given = (rows, *[linears[i].get_weight() for i in (0, 2, 1)])
+        elif g.is_block:
             k, v = self._projected(linears[:2], rows, ntype)
             (q,) = self._projected(linears[2:], rows, dst_type)
         else:
@@ -252,8 +290,11 @@ class HGTConv(_Compiled, dnn.HGTConv):  # type: ignore[misc]
             for matrices in (self.relation_att, self.relation_msg)
         )
         prior = torch.stack(list(self.relation_pri), 1)[:, :, None] / self.sqrt_d
+        if node_types is None:
+            program, given = HGT, (k, q, v)
         edges = (_edges(g), etype, (n_src, n_dst), len(keys))
-        h = run_on_edges(HGT, *edges, k, q, v, keys, values, prior).flatten(1)
+        inputs = (*given, keys, values, prior)
+        h = run_on_edges(program, *edges, *inputs, node_types=node_types).flatten(1)
         h = self.drop(_typed(self.linear_a, h, dst_type))
         if rows.shape[1] == h.shape[1]:
             residual = first_rows(rows, n_dst, h.device)

@@ -11,7 +11,7 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -30,14 +30,17 @@ from bitslab.relational import (
     TYPED_SUM,
     KeptByTensors,
     LayerReport,
+    NodeTypes,
     blend,
     calls_of,
     check_no_packed,
     count_call,
     first_rows,
     forget_calls,
+    hgt_of_features,
     or_own_code,
     overridden,
+    projects_in_program,
     rgat,
     rows_of,
     run_on_edges,
@@ -355,11 +358,23 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
         packed: dict[str, Any] = {}
         if any([isinstance(x, PACKED_FEATURES) for x in x_dict.values()]):
             packed = self._packed(x_dict)
-        projected = self._projected(x_dict, packed) if packed else self.kqv_lin(x_dict)
-        counts = {name: len(rows) for name, rows in projected.items()}
-        rows = list(projected.values())
-        parts = (rows[0] if len(rows) == 1 else torch.cat(rows)).view(-1, 3, heads, dim)
-        k, q, v = parts.transpose(0, 1).contiguous().unbind()
+        features = {} if packed else self._equally_wide(x_dict)
+        program = None
+        if features:
+            program = hgt_of_features(
+                heads, self.kqv_lin.lins[next(iter(features))].bias is not None
+            )
+        if program is None:
+            program = HGT
+            features = self._projected(x_dict, packed) if packed else self.kqv_lin(x_dict)
+        counts = {name: len(rows) for name, rows in features.items()}
+        rows = list(features.values())
+        x = rows[0] if len(rows) == 1 else torch.cat(rows)
+        if program is HGT:
+            x = x.view(-1, 3, heads, dim)
+            inputs, node_types = x.transpose(0, 1).contiguous().unbind(), None
+        else:
+            inputs, node_types = (x, *self._projections(counts)), self._node_types(counts)
         edge_index, edge_type = self._edges(edge_index_dict, counts)
         relations = len(self.edge_types)
         keys, values = (
@@ -376,10 +391,10 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
         ]
         prior = torch.cat(chosen) / math.sqrt(dim)
         total = sum(counts.values())
-        inputs = (k, q, v, keys, values, prior[:, :, None])
+        inputs = (*inputs, keys, values, prior[:, :, None])
         edges = (edge_index, edge_type, (total, total), relations)
         try:
-            out = run_on_edges(HGT, *edges, *inputs).flatten(1)
+            out = run_on_edges(program, *edges, *inputs, node_types=node_types).flatten(1)
         except IndexRangeError:
             _check_ranges(edge_index_dict, counts)
             raise
@@ -394,6 +409,42 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
                 share = self.skip[name].sigmoid()
                 found[name] = blend(x, found[name], share)
         return {name: found[name] for name in names}
+
+    def _equally_wide(self, x_dict: Any) -> dict[str, torch.Tensor]:
+        """Return features that one program projects, by node type; none where PyG's layers do.
+
+        These are features of one width and dtype, and PyG's own layers without hooks.
+        """
+        rows = list(x_dict.values())
+        plain = all([type(x) is torch.Tensor and x.ndim == 2 for x in rows])
+        one = plain and len({(x.shape[1], x.dtype) for x in rows}) == 1
+        size = (sum(map(len, rows)), rows[0].shape[1], self.out_channels) if one else (0, 0, 0)
+        if not one or not projects_in_program(*size, rows[0].device):
+            return {}
+        lins, hooks = self.kqv_lin.lins, ("_forward_hooks", "_forward_pre_hooks")
+        features = {name: x_dict[name] for name in lins if name in x_dict}
+        used = [self.kqv_lin, *map(lins.__getitem__, features)]
+        own = type(self.kqv_lin) is gnn.HeteroDictLinear
+        own = own and all([type(lin) is gnn.Linear for lin in used[1:]])
+        if not own or any([getattr(part, kind) for part in used for kind in hooks]):
+            return {}
+        return features
+
+    def _projections(self, names: Iterable[str]) -> list[torch.Tensor]:
+        """Return the weights of keys, queries and values ``[types, K, F]``, then their biases."""
+        lins = [self.kqv_lin.lins[name] for name in names]
+        weight = torch.stack([lin.weight.t() for lin in lins])
+        if lins[0].bias is None:
+            return list(weight.chunk(3, -1))
+        bias = torch.stack([lin.bias for lin in lins])
+        return [*weight.chunk(3, -1), *bias.chunk(3, -1)]
+
+    def _node_types(self, counts: dict[str, int]) -> NodeTypes:
+        numbers = {name: i for i, name in enumerate(counts)}
+        src, dst = (
+            tuple([numbers.get(kind[end], 0) for kind in self.edge_types]) for end in (0, -1)
+        )
+        return NodeTypes((0, *itertools.accumulate(counts.values())), src, dst)
 
     def _packed(self, x_dict: Any) -> dict[str, Any]:
         """Return the packed features by node type."""
@@ -480,6 +531,9 @@ def _check_ranges(edge_index_dict: Any, counts: dict[str, int]) -> None:
 
 def _prepare(layer: Any) -> None:
     """Make the programs of a layer that may be traced by `torch.compile` before it is called."""
+    if isinstance(layer, gnn.HGTConv):
+        for biased in (False, True):
+            hgt_of_features(layer.heads, biased)
     if isinstance(layer, gnn.RGATConv):
         for logits in {False, layer.edge_dim is not None}:
             for masked in {False, layer.dropout > 0}:

@@ -44,6 +44,9 @@ def evaluate(program: Program, graph: RelationalGraph, inputs: dict[str, torch.T
         if v.op == "place":
             x = inputs[v.args[0].attrs[0]]
             (letter,) = v.deps
+            if letter in "pq":
+                of_nodes = graph.node_types.of_nodes(src.device)
+                return x[of_nodes if nodes else of_nodes[src if letter == "p" else dst]]
             if nodes:
                 return x
             return {"s": lambda: x[src], "d": lambda: x[dst], "r": lambda: x[kind], "e": lambda: x}[

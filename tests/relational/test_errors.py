@@ -108,7 +108,7 @@ def dot_of_shared(g, x):
         (torch_function, "torch's sigmoid"),
         (method, "no operation 'tanh'"),
         (unknown_of_graph, "the graph has no 'both'"),
-        (other_types, "accepted is g.edge_type"),
+        (other_types, "accepted are g.edge_type, g.src_type"),
         (made_weight, "a weight is an input"),
         (nothing, "returned NoneType"),
         (tensor_inside, "not list"),

@@ -65,10 +65,10 @@ print(json.dumps(found))
 MOST_CALLS = {
     "RGCNConv cpu": (77, 171),
     "RGATConv cpu": (143, 446),
-    "HGTConv cpu": (178, 494),
+    "HGTConv cpu": (182, 494),
     "RGCNConv gpu": (49, 91),
     "RGATConv gpu": (58, 149),
-    "HGTConv gpu": (70, 161),
+    "HGTConv gpu": (76, 163),
 }
 
 

@@ -14,6 +14,7 @@ from torch import nn
 from bitslab.errors import ArgumentError
 from bitslab.integrations import dgl as ours_of
 from bitslab.integrations.dgl import compile_relational, relational_calls, restore_relational
+from bitslab.relational.products import Products
 from tests.helpers import options_id
 
 NODES, EDGES, TYPES, NODE_TYPES = 40, 300, 5, 3
@@ -108,6 +109,42 @@ def test_hgt(heads, use_norm, width):
             nn.init.normal_(p)
     x = torch.randn(NODES, width)
     compare(plain, ours, x, lambda layer, x: layer(graph, x, kinds, types))
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_hgt_of_types_in_order_multiplies_weights_first(heads, monkeypatch):
+    # Operations alone count: layers this small are left as they are else.
+    monkeypatch.setattr(
+        "bitslab.relational.steps.COSTS", dict.fromkeys(("cpu", "cuda"), (1.0, *[0.0] * 4))
+    )
+    draw = torch.Generator().manual_seed(0)
+    nodes = torch.arange(NODE_TYPES).repeat_interleave(200)
+    types = torch.randint(TYPES, (60,), generator=draw)
+    ends = torch.randint(200, (2, 60), generator=draw)
+    of_relations = torch.randint(NODE_TYPES, (2, TYPES), generator=draw)
+    first = ends + 200 * of_relations[:, types]
+    other = types.roll(1)  # relations that do not say the types of their ends
+    products, multiply = [], Products.weight_product
+
+    def counted(self, step, weight, matrix):
+        products.append(step)
+        return multiply(self, step, weight, matrix)
+
+    monkeypatch.setattr(Products, "weight_product", counted)
+    x = torch.randn(len(nodes), 8)
+    g = dgl.graph((first[0], first[1]), num_nodes=len(nodes))
+    for kinds, relations, found in (
+        (nodes, types, 4), (nodes, other, 0), (nodes.flip(0), types, 0)
+    ):  # fmt: skip
+        plain, ours = both("HGTConv", 8, 8 // heads, heads, NODE_TYPES, TYPES, dropout=0.0)
+        products.clear()
+        compare(
+            plain,
+            ours,
+            x,
+            lambda layer, x, kinds=kinds, relations=relations: layer(g, x, kinds, relations),
+        )
+        assert len(products) == found  # of keys and values, forward and backward
 
 
 def test_hgt_of_a_block():

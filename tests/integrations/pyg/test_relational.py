@@ -20,6 +20,7 @@ from bitslab.errors import ArgumentTypeError, IndexRangeError
 from bitslab.integrations import pyg
 from bitslab.integrations.pyg import compile_relational, relational_calls, restore_relational
 from bitslab.relational.graph import sort
+from bitslab.relational.products import Products
 from tests.helpers import options_id
 from tests.integrations.pyg.relational_layers import (
     EDGE_TYPES,
@@ -111,6 +112,40 @@ def test_hgt(heads, out):
         torch.manual_seed(8)
         for p in layer.p_rel.parameters():
             nn.init.normal_(p)
+    compare(plain, ours, x, edges)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("out", [8, 16])
+def test_hgt_of_features_of_one_width_multiplies_weights_first(heads, out, monkeypatch):
+    # Operations alone count: layers this small are left as they are else.
+    monkeypatch.setattr(
+        "bitslab.relational.steps.COSTS", dict.fromkeys(("cpu", "cuda"), (1.0, *[0.0] * 4))
+    )
+    sizes = {"paper": 500, "author": 300, "field": 40}
+    x = {t: torch.randn(n, 8) for t, n in sizes.items()}
+    edges = {t: graph(sizes[t[0]], sizes[t[2]], 30, seed=i)[0] for i, t in enumerate(EDGE_TYPES)}
+    plain, ours = both("HGTConv", 8, out, METADATA, heads=heads)
+    products, multiply = [], Products.weight_product
+
+    def counted(self, step, weight, matrix):
+        products.append(step)
+        return multiply(self, step, weight, matrix)
+
+    monkeypatch.setattr(Products, "weight_product", counted)
+    compare(plain, ours, x, edges)
+    assert len(products) == 4  # of keys and values, forward and backward
+    del edges[EDGE_TYPES[1]]
+    plain, ours = both("HGTConv", 8, out, METADATA, heads=heads)
+    compare(plain, ours, x, edges)
+
+
+def test_hgt_keeps_hooks_of_its_projections():
+    x, edges = hetero()
+    x = {name: rows[:, :8] for name, rows in x.items()}
+    plain, ours = both("HGTConv", 8, 8, METADATA)
+    for layer in (plain, ours):
+        layer.kqv_lin.lins["paper"].register_forward_hook(lambda module, given, out: out * 2)
     compare(plain, ours, x, edges)
 
 
