@@ -3,6 +3,7 @@
 python benchmarks/relational.py               # times, gradients included, and the making of plans
 python benchmarks/relational.py --only ratio  # how many rows each graph has, beside its edges
 python benchmarks/relational.py --only decode gpu --seconds-limit 180  # on a GPU, row by row
+python benchmarks/relational.py --only gpu --dtype bfloat16  # beside torch's grouped_mm too
 python benchmarks/relational.py --only passes --graphs AIFB AM  # without each pass
 python benchmarks/relational.py --only dims   # the layers at 32, 64 and 128 features, on a CPU
 
@@ -185,6 +186,8 @@ def main() -> None:
     on_gpu.add_argument("--seconds-limit", type=float, default=180, help="for all parts together")
     models = ["RGCN", "RGAT", "HGT"]
     on_gpu.add_argument("--models", nargs="+", choices=models, default=models)
+    dtypes = ["float32", "bfloat16"]
+    on_gpu.add_argument("--dtype", choices=dtypes, default=dtypes[0], help="of layers")
     on_gpu.add_argument("--dim", type=int, default=DIM, help="features in and out")
     on_gpu.add_argument("--mib", type=int, default=256, help="MiB of raw rows of a packed product")
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")

@@ -26,6 +26,7 @@ from bitslab.engine.kernels.cuda import kernels_on
 from bitslab.engine.kernels.cuda.typed_gemm import TypedTiles
 from bitslab.integrations import pyg
 from bitslab.relational import TYPED_SUM, CompiledProgram, Passes, RelationalGraph, rgat
+from bitslab.relational.grouped_products import grouped_mm, has_grouped_kernel
 
 Table = list[dict[str, Any]]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # tests have no GPU
@@ -120,20 +121,26 @@ def drawn(name: str, sizes: tuple[int, int, int, float] | None = None) -> Drawn:
 
 
 class Plain(nn.Module):
-    """The layers in plain torch: edges sorted by relation, one product a relation, index_add."""
+    """The layers in plain torch: edges sorted by relation, one product a relation, index_add.
 
-    def __init__(self, model: str, layer: Any, graph: Drawn) -> None:
+    With `grouped` the products are those of torch's grouped_mm.
+    """
+
+    def __init__(self, model: str, layer: Any, graph: Drawn, grouped: bool = False) -> None:
         super().__init__()
-        self.model, self.graph = model, graph
+        self.model, self.graph, self.grouped = model, graph, grouped
         self.layer: Any = layer
         at = torch.arange(graph.relations + 1, device=DEVICE)
         self.bounds = torch.searchsorted(graph.types, at).tolist()
         src, dst = graph.edges
         key = dst * graph.relations + graph.types
         _, inverse, counts = torch.unique(key, return_inverse=True, return_counts=True)
-        self.norm = counts[inverse].float().reciprocal()[:, None]
+        self.ends = torch.tensor(self.bounds[1:], dtype=torch.int32, device=DEVICE)
+        self.norm = counts[inverse].float().reciprocal()[:, None].to(next(layer.parameters()).dtype)
 
     def products(self, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        if self.grouped:
+            return grouped_mm(rows, weight, self.ends)
         parts = [
             rows[low:high] @ weight[r]
             for r, (low, high) in enumerate(itertools.pairwise(self.bounds))
@@ -175,7 +182,7 @@ class Plain(nn.Module):
 
 
 def models(
-    graph: Drawn, dim: int, wanted: list[str]
+    graph: Drawn, dim: int, wanted: list[str], dtype: torch.dtype
 ) -> Iterator[tuple[str, dict[str, Callable[..., Any]]]]:
     """Yield each model with the ways to run it on features, all with the same parameters."""
     edges = (graph.edges, graph.types)
@@ -189,8 +196,8 @@ def models(
         if name not in wanted:
             continue
         given = (meta,) if name == "HGT" else (graph.relations,)
-        peer = plain(dim, dim, *given).to(DEVICE)
-        ours = compiled(dim, dim, *given).to(DEVICE)
+        peer = plain(dim, dim, *given).to(DEVICE, dtype)
+        ours = compiled(dim, dim, *given).to(DEVICE, dtype)
         ours.load_state_dict(peer.state_dict())
 
         def run(layer: Any, name: str = name) -> Callable[..., Any]:
@@ -198,14 +205,14 @@ def models(
                 return lambda x: layer({"n": x}, by_type)["n"]
             return lambda x: layer(x, *edges)
 
-        yield (
-            name,
-            {
-                "ours": run(ours),
-                "PyG": run(peer),
-                "torch": Plain(name, copy.deepcopy(peer), graph),
-            },
-        )
+        ways: dict[str, Callable[..., Any]] = {
+            "ours": run(ours),
+            "PyG": run(peer),
+            "torch": Plain(name, copy.deepcopy(peer), graph),
+        }
+        if has_grouped_kernel(DEVICE, dtype):  # else it is a loop that the host waits for
+            ways["grouped"] = Plain(name, copy.deepcopy(peer), graph, grouped=True)
+        yield name, ways
 
 
 def wall_seconds(run: Callable[[], Any], repetitions: int = 5) -> float:
@@ -239,8 +246,9 @@ def measured(run: Callable[[], Any]) -> tuple[float, float] | None:
 
 def layers(arguments: Any, clock: Clock) -> Table:
     """Measure the layers beside PyG's and plain torch: milliseconds, and MiB of peak memory."""
-    on = torch.cuda.get_device_name()
-    table = Printer(f"Layers on {on}, dims {arguments.dim}, ms (peak MiB)", arguments.json)
+    on, dtype = torch.cuda.get_device_name(), getattr(torch, arguments.dtype)
+    title = f"Layers on {on}, dims {arguments.dim}, {arguments.dtype}, ms (peak MiB)"
+    table = Printer(title, arguments.json)
     small = [name for name in PYKEEN if real(name) is not None]
     for name in arguments.graphs or [*small, *SIZES]:
         if clock.over():
@@ -250,9 +258,10 @@ def layers(arguments: Any, clock: Clock) -> Table:
         sizes = (graph.nodes, graph.relations)
         plan = functools.partial(RelationalGraph, graph.edges, graph.types, *sizes)
         plan_ms = 1e3 * wall_seconds(plan)
-        for model, ways in models(graph, arguments.dim, arguments.models):
+        for model, ways in models(graph, arguments.dim, arguments.models, dtype):
             begun = {"graph": name, "model": model, "plan ms": plan_ms}
-            table.add(begun | layer_row(ways, graph.nodes, arguments.dim, clock))
+            x = torch.randn(graph.nodes, arguments.dim, device=DEVICE).to(dtype)
+            table.add(begun | layer_row(ways, x, clock))
     for model, goals in TARGETS.items():
         for goal, what in zip(goals, ("inference", "step"), strict=True):
             of_model = [r[f"PyG/ours {what}"] for r in table.rows if r["model"] == model]
@@ -264,11 +273,8 @@ def layers(arguments: Any, clock: Clock) -> Table:
     return table.rows
 
 
-def layer_row(
-    ways: dict[str, Callable[..., Any]], nodes: int, dim: int, clock: Clock
-) -> dict[str, Any]:
-    """Measure one layer: ours, PyG's and that of plain torch."""
-    x = torch.randn(nodes, dim, device=DEVICE)
+def layer_row(ways: dict[str, Callable[..., Any]], x: torch.Tensor, clock: Clock) -> dict[str, Any]:
+    """Measure one layer: ours, PyG's and those of plain torch."""
     leaf = x.clone().requires_grad_()
 
     def infer(run: Callable[..., Any]) -> torch.Tensor:
@@ -293,7 +299,8 @@ def layer_row(
         if took is not None:
             found[way, what] = took[0]
         row[f"{way} {what}"] = "-" if took is None else f"{took[0]:.3f} ({took[1]:.0f})"
-    for what, way in itertools.product(("inference", "step"), ("PyG", "torch")):
+    peers = [way for way in ways if way != "ours"]
+    for what, way in itertools.product(("inference", "step"), peers):
         both = found.get((way, what)), found.get(("ours", what))
         row[f"{way}/ours {what}"] = both[0] / both[1] if both[0] and both[1] else "-"
     return row

@@ -18,6 +18,7 @@ from ..engine.kernels.cuda.product_source import staged
 from ..engine.kernels.cuda.typed_gemm import TypedTiles
 from ..engine.kernels.typed_products import PRODUCT_DTYPES, PackedRows
 from .graph import BATCH_RELATIONS, RelationalGraph
+from .grouped_products import grouped_where_faster
 from .steps import Step
 
 if TYPE_CHECKING:
@@ -111,11 +112,19 @@ class KernelSteps:
 
     def _product(self, step: Step, index: torch.Tensor | None) -> Run | None:
         x, other = step.args
-        space, typed = x.space, self.kernels.typed
-        bounds = self.graph.rows(space).bounds
+        bounds = self.graph.rows(x.space).bounds
         source = x.args[0] if x.op == "gather" else x
         if bounds is None or source.op == "packed":
             return None
+        run = self._typed(step, bounds, index)
+        if step.op == "typed_linear" and len(x.shape) == 1:
+            shape = (self.graph.rows(source.space).n, x.width, step.width)
+            run = grouped_where_faster(run, shape, bounds, self.dtype, self.graph.device, index)
+        return run
+
+    def _typed(self, step: Step, bounds: list[int], index: torch.Tensor | None) -> Run | None:
+        x, other = step.args
+        space, typed = x.space, self.kernels.typed
         if index is None and (self.tf32 or len(bounds) - 1 < BATCH_RELATIONS):
             return None
         rows = torch.empty(0, dtype=self.dtype, device="meta")

@@ -20,6 +20,7 @@ from bitslab.relational import (
     RelationalGraph,
     execute,
     graph,
+    grouped_products,
     kernel_steps,
     packed_products,
 )
@@ -326,6 +327,64 @@ def test_tf32_is_used_where_torch_is_asked_to(asked, tf32, kernels, monkeypatch)
         by_kernel = "multiply_rows" in {kernel for _, kernel in kernels.launched}
         assert by_kernel == (not allowed or dtype is torch.bfloat16)
         assert not [v.name for v, _ in kernels.launched if "tf32" in v.name.lower()]
+
+
+@pytest.mark.parametrize("relations", [3, 9])
+@pytest.mark.parametrize("compact", [True, False])
+def test_large_products_are_grouped_where_that_was_faster(relations, compact, kernels, monkeypatch):
+    asked, ran = [], []
+    plain = grouped_products.grouped_mm
+
+    def fastest(names, product, rows, device, prepare):
+        asked.append(product)
+        for run in prepare(rows).values():
+            run()
+        return way
+
+    def counted(*given):
+        ran.append(given)
+        return plain(*given)
+
+    monkeypatch.setattr(grouped_products, "has_grouped_kernel", lambda *of: True)
+    monkeypatch.setattr(grouped_products, "LARGE_ROWS", 1)
+    monkeypatch.setattr(grouped_products, "fastest_way", fastest)
+    monkeypatch.setattr(grouped_products, "grouped_mm", counted)
+    made = random_graph(0, 12, 12, 60, relations)
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"x": (12, 16), "weight": (relations, 16, 8), "root": (16, 8), "norm": (60,)}
+    inputs = {
+        k: torch.randn(s, generator=draw).bfloat16().requires_grad_() for k, s in shapes.items()
+    }
+    wide = {k: x.detach().double().requires_grad_() for k, x in inputs.items()}
+    seed = torch.randn(12, 8, generator=draw).bfloat16()
+
+    def results(out, leaves):
+        return [out.detach(), *torch.autograd.grad(out, list(leaves), seed.to(out.dtype))]
+
+    expected = results(evaluate(rgcn, made, wide)[0], wide.values())
+    for way in ("grouped", "typed"):
+        compiled = rgcn.compile(Passes(compact=compact, sides=False))
+        compiled.plan(made, list(inputs.values()))  # measures
+        ran.clear()
+        found = results(compiled(made, *inputs.values()), inputs.values())
+        assert len(ran) == (2 if way == "grouped" else 0)  # forward, and of the rows' gradient
+        for a, b in zip(found, expected, strict=True):
+            assert float((a - b).abs().max()) <= 3e-2 * float(b.abs().max())
+    assert asked
+    # Rows of 12 bytes are no whole 16, and few rows are bound by their launch.
+    asked.clear()
+    monkeypatch.setattr(grouped_products, "LARGE_ROWS", 1 << 14)
+    rgcn.compile().plan(made, list(inputs.values()))
+    monkeypatch.setattr(grouped_products, "LARGE_ROWS", 1)
+    narrow = [x.detach()[..., :6].contiguous() if x.ndim > 2 else x for x in inputs.values()]
+    narrow[2] = narrow[2].detach()[:, :6].contiguous()
+    rgcn.compile(Passes(sides=False)).plan(made, narrow)
+    assert not asked
+
+
+def test_grouped_products_are_of_bfloat16_on_gpus_with_a_kernel_for_them():
+    for dtype in (torch.bfloat16, torch.float32):
+        assert not grouped_products.has_grouped_kernel(torch.device("cpu"), dtype)
 
 
 def test_tf32_that_is_asked_for_by_torchs_newest_option():

@@ -23,7 +23,7 @@ from .link import LinkModel, measure_link
 from .lossy_range import LossyRange, LossySchedule, lossy_range
 from .measuring import fit_time_model, measure_codec
 from .network import NetworkModel, network_model
-from .product_times import FusedTimes, fused_times, measured_rows
+from .product_times import FusedTimes, fastest_way, fused_times, measured_rows
 from .swap_timeline import SwapLimits
 from .swapping import (
     POLICIES,
@@ -65,6 +65,7 @@ __all__ = [
     "decode_bytes_per_s",
     "fit_codec_times",
     "fit_time_model",
+    "fastest_way",
     "fused_times",
     "lossy_range",
     "measure_codec",

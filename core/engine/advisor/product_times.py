@@ -1,10 +1,10 @@
-"""Whether products with packed weights pay: measured for each shape and number of rows, kept."""
+"""How long ways of a product take: measured for each shape and number of rows, and kept."""
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -13,14 +13,14 @@ from ...version import __version__
 from .cache import machine_name, read_cached, write_cached
 from .link import own_stream, work_seconds
 
-KIND = "fused"  # of files in the cache folder
+FUSED, WAYS = "fused", "ways"  # kinds of files in the cache folder
 
 #: Bytes that are written between two runs, so that no cache holds the weight.
 FLUSHED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 REPEATS = 5
 
 _lock = threading.Lock()
-_known: dict[str, FusedTimes] = {}
+_known: dict[tuple[str, str], dict[str, float]] = {}
 
 
 @dataclass(frozen=True)
@@ -74,37 +74,84 @@ def fused_times(
     -----
     Any thread may call it; the second waits for the first.
     """
+
+    def ways(rows: int) -> Mapping[str, Callable[[], object]]:
+        fused, decoded = prepare(rows)
+        return {"fused_s": fused, "decoded_s": decoded}
+
+    return FusedTimes(**_times(FUSED, ("fused_s", "decoded_s"), name, x_rows, device, ways))
+
+
+def fastest_way(
+    names: tuple[str, ...],
+    product: str,
+    x_rows: int,
+    device: torch.device,
+    prepare: Callable[[int], Mapping[str, Callable[[], object]]],
+) -> str:
+    """Return the name of the way that runs a product in the least time.
+
+    Parameters
+    ----------
+    names : tuple of str
+        The ways; the first of those that take the same time is returned.
+    product : str
+        What tells products with other times: kind, shape and dtype.
+    x_rows : int
+        Rows that are multiplied.
+    device : torch.device
+        Where they lie.
+    prepare : callable
+        Gets the rows to measure; returns each way, ready to be run. Called only where the times are
+        not known: they are measured and kept as those of `fused_times`.
+
+    Notes
+    -----
+    Any thread may call it; the second waits for the first. Not while a CUDA graph is captured.
+    """
+    product = f"{product} by {', '.join(names)}"
+    times = _times(WAYS, names, product, x_rows, device, prepare)
+    return min(names, key=lambda name: times[name])
+
+
+def _times(
+    kind: str,
+    names: tuple[str, ...],
+    product: str,
+    x_rows: int,
+    device: torch.device,
+    prepare: Callable[[int], Mapping[str, Callable[[], object]]],
+) -> dict[str, float]:
+    """Return the seconds of each way, as they are known, kept, or measured now."""
     rows = measured_rows(x_rows)
-    key = " | ".join([machine_name(device), __version__, name, f"{rows} rows"])
+    key = " | ".join([machine_name(device), __version__, product, f"{rows} rows"])
     with _lock:
-        found = _known.get(key) or _read(key)
+        found = _known.get((kind, key)) or _read(kind, key, names)
         if found is None:
-            found = _measure(device, *prepare(rows))
-            write_cached(KIND, key, vars(found))
-        _known[key] = found
+            found = _measure(device, prepare(rows))
+            write_cached(kind, key, found)
+        _known[kind, key] = found
     return found
 
 
-def _measure(
-    device: torch.device, fused: Callable[[], object], decoded: Callable[[], object]
-) -> FusedTimes:
-    seconds = []
+def _measure(device: torch.device, ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
+    seconds = {}
     # Of the caller's stream: what is allocated on another one would be kept for that one.
     flushed = torch.empty(FLUSHED_BYTES[device.type], dtype=torch.uint8, device=device)
     with own_stream(device):
-        for work in (fused, decoded):
+        for name, work in ways.items():
             work()  # compiles
             runs = []
             for _ in range(REPEATS):
                 flushed.zero_()
                 runs.append(work_seconds(device, work))
-            seconds.append(sorted(runs)[REPEATS // 2])
-    return FusedTimes(*seconds)
+            seconds[name] = sorted(runs)[REPEATS // 2]
+    return seconds
 
 
-def _read(key: str) -> FusedTimes | None:
-    found = read_cached(KIND, key) or {}
-    seconds = [found.get(name) for name in ("fused_s", "decoded_s")]
-    if all(isinstance(s, float) and math.isfinite(s) and s > 0 for s in seconds):
-        return FusedTimes(*seconds)  # type: ignore[arg-type]
+def _read(kind: str, key: str, names: tuple[str, ...]) -> dict[str, float] | None:
+    found = read_cached(kind, key) or {}
+    seconds = {name: found.get(name) for name in names}
+    if all(isinstance(s, float) and math.isfinite(s) and s > 0 for s in seconds.values()):
+        return seconds  # type: ignore[return-value]
     return None

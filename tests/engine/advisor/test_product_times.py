@@ -7,7 +7,7 @@ import time
 import pytest
 import torch
 
-from bitslab.engine.advisor import fused_times, measured_rows
+from bitslab.engine.advisor import fastest_way, fused_times, measured_rows
 
 CPU = torch.device("cpu")
 
@@ -64,3 +64,26 @@ def test_damaged_files_are_measured_anew(cache, monkeypatch, text):
     monkeypatch.setattr("bitslab.engine.advisor.product_times._known", {})
     fused_times("weight", 1, CPU, prepare)
     assert prepared == [1, 1]
+
+
+def test_the_fastest_way_is_measured_once_and_kept_between_processes(cache, monkeypatch):
+    prepared, now = [], [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+
+    def takes(seconds):
+        def run():
+            now[0] += seconds
+
+        return run
+
+    def prepare(rows):
+        prepared.append(rows)
+        return {"slow": takes(3), "fast": takes(1), "as fast": takes(1)}
+
+    names = ("slow", "fast", "as fast")
+    assert fastest_way(names, "product", 3, CPU, prepare) == "fast"
+    monkeypatch.setattr("bitslab.engine.advisor.product_times._known", {})
+    assert fastest_way(names, "product", 4, CPU, prepare) == "fast" and prepared == [4]
+    fastest_way(names, "product", 5, CPU, prepare)
+    assert fastest_way(("slow",), "product", 4, CPU, prepare) == "slow"
+    assert prepared == [4, 8, 4]
