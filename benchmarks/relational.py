@@ -3,6 +3,7 @@
 python benchmarks/relational.py               # times, gradients included, and the making of plans
 python benchmarks/relational.py --only ratio  # how many rows each graph has, beside its edges
 python benchmarks/relational.py --only decode gpu --seconds-limit 180  # on a GPU, row by row
+python benchmarks/relational.py --only decode --schedules 0 1 2 3  # of packed products, in columns
 python benchmarks/relational.py --only gpu --dtype bfloat16  # beside torch's grouped_mm too
 python benchmarks/relational.py --only passes --graphs AIFB AM  # without each pass
 python benchmarks/relational.py --only dims   # the layers at 32, 64 and 128 features, on a CPU
@@ -37,6 +38,7 @@ from timing import cpu_seconds_in_turn, print_tables
 from torch import nn
 from torch_geometric import nn as gnn
 
+from bitslab.engine.kernels.typed_products import SCHEDULES
 from bitslab.integrations import pyg
 from bitslab.relational import RelationalGraph
 
@@ -190,6 +192,15 @@ def main() -> None:
     on_gpu.add_argument("--dtype", choices=dtypes, default=dtypes[0], help="of layers")
     on_gpu.add_argument("--dim", type=int, default=DIM, help="features in and out")
     on_gpu.add_argument("--mib", type=int, default=256, help="MiB of raw rows of a packed product")
+    numbers = list(range(len(SCHEDULES)))
+    on_gpu.add_argument(
+        "--schedules",
+        nargs="+",
+        type=int,
+        choices=numbers,
+        default=numbers,
+        help="of packed products",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--out", type=Path, help="file to write to as well")
     arguments = parser.parse_args()

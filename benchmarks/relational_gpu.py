@@ -24,9 +24,10 @@ from torch_geometric import nn as gnn
 from bitslab import CompressedTable, SlabCache
 from bitslab.engine.kernels.cuda import kernels_on
 from bitslab.engine.kernels.cuda.typed_gemm import TypedTiles
+from bitslab.engine.kernels.typed_products import SCHEDULES
 from bitslab.integrations import pyg
 from bitslab.relational import TYPED_SUM, CompiledProgram, Passes, RelationalGraph, rgat
-from bitslab.relational.grouped_products import grouped_mm, has_grouped_kernel
+from bitslab.relational.product_ways import grouped_mm, has_grouped_kernel
 
 Table = list[dict[str, Any]]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # tests have no GPU
@@ -395,12 +396,16 @@ def decode(arguments: Any, clock: Clock) -> Table:
         if clock.over():
             say("left out: more rows of packed products (--seconds-limit)")
             break
-        table.add(decode_row(dtype, row_bytes, (arguments.mib << 20) // row_bytes))
+        n = (arguments.mib << 20) // row_bytes
+        table.add(decode_row(dtype, row_bytes, n, arguments.schedules))
     return table.rows
 
 
-def decode_row(dtype: torch.dtype, row_bytes: int, n: int) -> dict[str, Any]:
-    """Measure products of n rows of a length."""
+def decode_row(dtype: torch.dtype, row_bytes: int, n: int, wanted: Sequence[int]) -> dict[str, Any]:
+    """Measure products of n rows of a length, by each of the schedules that are wanted.
+
+    "raw" and "packed" are those of the fastest one.
+    """
     device = torch.device("cuda", torch.cuda.current_device())
     kernels = kernels_on(device).typed
     depth = row_bytes // dtype.itemsize
@@ -416,11 +421,14 @@ def decode_row(dtype: torch.dtype, row_bytes: int, n: int) -> dict[str, Any]:
     out = torch.empty(n, 64, dtype=dtype, device=device)
     rows = torch.empty_like(raw)
 
-    def by_table(source: CompressedTable | SlabCache) -> None:
+    def by_table(source: CompressedTable | SlabCache, schedule: int = 0) -> None:
         with source.read_by_products(device) as packed:
-            if packed is None or not kernels.takes(packed, depth):
+            if packed is None or not kernels.takes(packed, depth, schedule):
                 raise SystemExit(f"{host!r} is not taken by typed products")
-            kernels.product(packed, weight, tiles, out, index=index)
+            kernels.product(packed, weight, tiles, out, index=index, schedule=schedule)
+
+    def of_raw(schedule: int) -> None:
+        kernels.product(raw, weight, tiles, out, index=index, schedule=schedule)
 
     def in_two_steps(_: int) -> None:
         cache.gather(index, out=rows)
@@ -435,10 +443,19 @@ def decode_row(dtype: torch.dtype, row_bytes: int, n: int) -> dict[str, Any]:
         return 1e3 * gpu_seconds(run, 7)
 
     torch_ms = ms(by_torch)
-    raw_ms = ms(lambda _: kernels.product(raw, weight, tiles, out, index=index))
-    expected = out.clone()
-    packed_ms = ms(lambda _: by_table(cache))
-    same = torch.equal(out, expected)
+    of_raw(0)
+    expected, same = out.clone(), True
+    by_schedule: dict[str, float] = {}
+    for number in wanted:
+        name = SCHEDULES[number].name
+        by_schedule[f"raw, {name}"] = ms(lambda _, number=number: of_raw(number))
+        same = same and torch.equal(out, expected)
+        by_schedule[f"packed, {name}"] = ms(lambda _, number=number: by_table(cache, number))
+        same = same and torch.equal(out, expected)
+    raw_ms, packed_ms = (
+        min(took for name, took in by_schedule.items() if name.startswith(kind))
+        for kind in ("raw", "packed")
+    )
     decode_ms = ms(lambda _: cache.gather(index, out=rows))
     two_ms = ms(in_two_steps)
     host_ms = ms(lambda _: by_table(host))
@@ -461,6 +478,7 @@ def decode_row(dtype: torch.dtype, row_bytes: int, n: int) -> dict[str, Any]:
         "host rate (>= 0.9)": gather_ms / host_ms,
         "GB/s packed": packed_bytes / host_ms / 1e6,
         "same bits": "yes" if same else "NO",
+        **by_schedule,
     }
     cache.close()
     host.close()

@@ -16,9 +16,9 @@ import torch
 
 from ..engine.kernels.cuda.product_source import staged
 from ..engine.kernels.cuda.typed_gemm import TypedTiles
-from ..engine.kernels.typed_products import PRODUCT_DTYPES, PackedRows
+from ..engine.kernels.typed_products import PRODUCT_DTYPES, SCHEDULES, PackedRows
 from .graph import BATCH_RELATIONS, RelationalGraph
-from .grouped_products import grouped_where_faster
+from .product_ways import fastest_product
 from .steps import Step
 
 if TYPE_CHECKING:
@@ -117,12 +117,20 @@ class KernelSteps:
         if bounds is None or source.op == "packed":
             return None
         run = self._typed(step, bounds, index)
-        if step.op == "typed_linear" and len(x.shape) == 1:
-            shape = (self.graph.rows(source.space).n, x.width, step.width)
-            run = grouped_where_faster(run, shape, bounds, self.dtype, self.graph.device, index)
-        return run
+        if step.op != "typed_linear" or len(x.shape) != 1:
+            return run
+        rows = torch.empty(0, dtype=self.dtype, device="meta")
+        ways = {} if run is None else {
+            schedule.name: functools.partial(self._typed, step, bounds, index, number)
+            for number, schedule in enumerate(SCHEDULES)
+            if self.kernels.typed.takes(rows, x.width, number)
+        }  # fmt: skip
+        shape = (self.graph.rows(source.space).n, x.width, step.width)
+        return fastest_product(ways, shape, bounds, self.dtype, self.graph.device, index)
 
-    def _typed(self, step: Step, bounds: list[int], index: torch.Tensor | None) -> Run | None:
+    def _typed(
+        self, step: Step, bounds: list[int], index: torch.Tensor | None, schedule: int = 0
+    ) -> Any:
         x, other = step.args
         space, typed = x.space, self.kernels.typed
         if index is None and (self.tf32 or len(bounds) - 1 < BATCH_RELATIONS):
@@ -134,7 +142,7 @@ class KernelSteps:
         if step.op == "weight_grad":
             return typed.prepare_gradient(tiles, x.shape, other.shape[-1], self.dtype, index)
         n, width = bounds[-1], step.shape[-1]
-        return typed.prepare_product(tiles, n, x.shape, width, self.dtype, index)
+        return typed.prepare_product(tiles, n, x.shape, width, self.dtype, index, schedule)
 
 
 def takes(

@@ -1,20 +1,22 @@
 """Typed products over packed rows on a GPU: rebuilt as they are multiplied, or gathered before.
 
 Both ways give the same bits. Rows that cross the link are always rebuilt in the product, which the
-link limits. Of rows that mostly lie in the GPU's memory the faster way is measured once for each
-kind of product, by `engine.advisor.fused_times`: writing raw rows and reading them again takes more
-bytes, but two simple kernels may take less time than one that does both.
+link limits. Of rows that mostly lie in the GPU's memory the fastest way is measured once for each
+kind of product, by `engine.advisor.fastest_way`: the schedules of the kernel that rebuilds them,
+and gathering them first. That takes more bytes, as raw rows are written and read again, but two
+simple kernels may take less time than one that does both.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ..engine.advisor import fused_times, measured_rows
-from ..engine.kernels.typed_products import PackedRows
+from ..engine.advisor import fastest_way, measured_rows
+from ..engine.kernels.typed_products import SCHEDULES, PackedRows
 from .kernel_steps import takes
 
 if TYPE_CHECKING:
@@ -26,8 +28,10 @@ MAX_GATHERED_BYTES = 256 << 20
 #: Entries of a cache's map for each row of the table; it has 2 to 4 for each that is cached.
 LEAST_ENTRIES = 2
 
-#: Multiplies rows, read by an index or as they are.
-Multiply = Callable[[Any, torch.Tensor | None], None]
+#: Multiplies rows, read by an index or as they are, and by a schedule where it has several.
+Multiply = Callable[..., None]
+#: The way that gathers rows first.
+GATHERED = "gathered"
 
 
 class PackedProducts:
@@ -45,10 +49,18 @@ class PackedProducts:
 
     def __init__(self, device: torch.device, kernels: CudaKernels) -> None:
         self._device, self._kernels = device, kernels
-        self._gathers_first: dict[tuple[str, int], bool] = {}
+        #: Number of a schedule, None where rows are gathered first.
+        self._ways: dict[tuple[str, int], int | None] = {}
 
     def run(
-        self, x: Any, n: int, depth: int, index: torch.Tensor | None, what: str, multiply: Multiply
+        self,
+        x: Any,
+        n: int,
+        depth: int,
+        index: torch.Tensor | None,
+        what: str,
+        multiply: Multiply,
+        scheduled: bool = False,
     ) -> bool:
         """Multiply packed rows; return False, with nothing done, where kernels do not take them.
 
@@ -66,48 +78,68 @@ class PackedProducts:
             What tells products of these rows with other times.
         multiply : callable
             Starts the kernels of the product on packed or raw rows.
+        scheduled : bool
+            Whether it takes the number of a schedule too.
         """
-        name = self._rebuilt(x, n, depth, index, what, multiply)
-        if isinstance(name, bool):
-            return name
+        found = self._rebuilt(x, n, depth, index, what, multiply, scheduled)
+        if isinstance(found, bool):
+            return found
+        name, schedules = found
 
         def gathered() -> None:
             ids = torch.arange(n, device=self._device) if index is None else index
             multiply(x.gather(ids), None)
 
-        def rebuilt() -> None:
+        def rebuilt(*schedule: int) -> None:
             with x.read_by_products(self._device) as source:
-                multiply(source, index)
+                multiply(source, index, *schedule)
 
+        numbers = {SCHEDULES[number].name: number for number in schedules}
+        ways: dict[str, Callable[[], None]] = {
+            way: functools.partial(rebuilt, *([number] if scheduled else []))
+            for way, number in numbers.items()
+        }
+        ways[GATHERED] = gathered
         key = name, measured_rows(n)
         try:
-            if key not in self._gathers_first:
-                times = fused_times(name, n, self._device, lambda _: (rebuilt, gathered))
-                self._gathers_first[key] = times.decoded_s < times.fused_s
-            if self._gathers_first[key]:
+            if key not in self._ways:
+                fastest = fastest_way(tuple(ways), name, n, self._device, lambda _: ways)
+                self._ways[key] = numbers.get(fastest)
+            if self._ways[key] is None:
                 gathered()
                 return True
         except torch.OutOfMemoryError:  # no room to measure, or for raw rows
-            self._gathers_first[key] = False
-        return self._rebuilt(x, n, depth, index, what, multiply) is True
+            self._ways[key] = 0
+        return self._rebuilt(x, n, depth, index, what, multiply, scheduled) is True
 
     def _rebuilt(
-        self, x: Any, n: int, depth: int, index: torch.Tensor | None, what: str, multiply: Multiply
-    ) -> bool | str:
+        self,
+        x: Any,
+        n: int,
+        depth: int,
+        index: torch.Tensor | None,
+        what: str,
+        multiply: Multiply,
+        scheduled: bool,
+    ) -> bool | tuple[str, list[int]]:
         """Multiply rows as they are rebuilt, if they are to be; return whether kernels take them.
 
-        Where gathering them first is faster, or was not measured, nothing is done: returns what
-        tells products of other times.
+        Where gathering them first is fastest, or nothing was measured, nothing is done: returns
+        what tells products of other times, and the schedules that take these rows.
         """
         with x.read_by_products(self._device) as source:
             if source is None or not takes(self._kernels, self._device, source, depth):
                 return False
             name = f"typed {what}, {_described(source)}"
-            first = self._gathers_first.get((name, measured_rows(n)))
-            if first is False or not self._may_gather(source, n, depth, known=first is not None):
-                multiply(source, index)
+            key = name, measured_rows(n)
+            known = key in self._ways
+            number = self._ways.get(key)
+            if number is not None or not self._may_gather(source, n, depth, known):
+                multiply(source, index, *([number or 0] if scheduled else []))
                 return True
-        return name
+            last = len(SCHEDULES) if scheduled else 1
+            takes_row = self._kernels.typed.takes
+            return name, [i for i in range(last) if takes_row(source, depth, i)]
 
     def _may_gather(
         self, source: PackedRows | torch.Tensor, n: int, depth: int, known: bool

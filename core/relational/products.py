@@ -248,15 +248,15 @@ class Products:
     ) -> torch.Tensor:
         out = weight.new_empty(bounds[-1], *step.shape)
 
-        def multiply(source: Any, rows: torch.Tensor | None) -> None:
+        def multiply(source: Any, rows: torch.Tensor | None, schedule: int = 0) -> None:
             assert self.kernels is not None
-            tiles = tiles_of(self.graph, space, bounds)
-            self.kernels.typed.product(source, weight.contiguous(), tiles, out, index=rows)
+            tiles, typed = tiles_of(self.graph, space, bounds), self.kernels.typed
+            typed.product(source, weight.contiguous(), tiles, out, index=rows, schedule=schedule)
 
         heads = weight.ndim > 3
         if self.packed is not None and not heads and _is_packed(x, weight.dtype):
             what = f"product by {list(weight.shape)}"
-            if self.packed.run(x, bounds[-1], weight.shape[-2], index, what, multiply):
+            if self.packed.run(x, bounds[-1], weight.shape[-2], index, what, multiply, True):
                 return out
         if 1 in weight.shape[-2:] and self._loops_take(x, weight):
             by_loops = self._dots if weight.shape[-1] == 1 else self._multiples

@@ -10,8 +10,7 @@ import torch
 
 import bitslab
 import bitslab.relational as rel
-from bitslab.engine.advisor import FusedTimes
-from bitslab.engine.kernels.typed_products import PackedRows
+from bitslab.engine.kernels.typed_products import SCHEDULES, PackedRows
 from bitslab.errors import IndexRangeError
 from bitslab.relational import (
     ADDED_OF_NODES,
@@ -20,9 +19,9 @@ from bitslab.relational import (
     RelationalGraph,
     execute,
     graph,
-    grouped_products,
     kernel_steps,
     packed_products,
+    product_ways,
 )
 from bitslab.relational.program import tf32_allowed
 from tests.relational.oracle import evaluate, random_graph
@@ -117,10 +116,12 @@ def opened(kind, x):
 class PackedLayer:
     """A layer of packed rows, as of a table that a GPU reads: the product's device is no CPU."""
 
-    def __init__(self, kind, monkeypatch):
+    def __init__(self, kind, monkeypatch, narrow=True):
         self.graph = random_graph(0, 40, 40, 200, 3)
         draw = torch.Generator().manual_seed(0)
-        self.x = torch.randn(40, 32, generator=draw).bfloat16().float()
+        self.x = torch.randn(40, 32, generator=draw)
+        if narrow:
+            self.x = self.x.bfloat16().float()
         self.others = [torch.randn(3, 32, 6, generator=draw), torch.randn(32, 6, generator=draw)]
         self.norm = torch.rand(200, generator=draw)
         self.packed, table = opened(kind, self.x)
@@ -161,21 +162,23 @@ class PackedLayer:
             torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
 
 
-def times(fused_s, decoded_s):
-    """Return what measures nothing, but runs both."""
+def choosing(*wanted):
+    """Return what measures nothing, but runs all ways and chooses the first of those wanted."""
 
-    def fused_times(name, rows, device, prepare):
-        for work in prepare(rows):
+    def fastest_way(names, product, rows, device, prepare):
+        ways = prepare(rows)
+        assert tuple(ways) == names
+        for work in ways.values():
             work()
-        return FusedTimes(fused_s, decoded_s)
+        return next(way for way in (*wanted, names[0]) if way in names)
 
-    return fused_times
+    return fastest_way
 
 
 @pytest.mark.parametrize("kind", ["table", "feature", "cache"])
 def test_packed_rows_are_rebuilt_in_the_product(kind, kernels, monkeypatch):
     layer = PackedLayer(kind, monkeypatch)
-    monkeypatch.setattr(packed_products, "fused_times", times(1.0, 2.0))
+    monkeypatch.setattr(packed_products, "fastest_way", choosing(SCHEDULES[0].name))
     layer.check()
     assert {v.name for v, _ in kernels.launched if v.name.startswith("typed_gemm-4B")}
     if kind == "table":
@@ -189,7 +192,7 @@ def test_packed_rows_are_rebuilt_in_the_product(kind, kernels, monkeypatch):
 @pytest.mark.parametrize("kind", ["table", "cache"])
 def test_rows_of_nodes_and_of_heads_are_rebuilt_or_decoded(kind, kernels, monkeypatch):
     layer = PackedLayer(kind, monkeypatch)
-    monkeypatch.setattr(packed_products, "fused_times", times(1.0, 2.0))
+    monkeypatch.setattr(packed_products, "fastest_way", choosing(SCHEDULES[0].name))
     draw = torch.Generator().manual_seed(1)
     few = random_graph(0, 40, 9, 60, 3)  # a block: destinations are the first sources
     cases = [
@@ -210,10 +213,43 @@ def test_rows_of_nodes_and_of_heads_are_rebuilt_or_decoded(kind, kernels, monkey
         assert bool(packed) == (len(leaves) == 2)
 
 
+@pytest.mark.parametrize("number", range(1, len(SCHEDULES)))
+def test_cached_rows_are_rebuilt_by_the_schedule_that_was_fastest(number, kernels, monkeypatch):
+    layer = PackedLayer("cache", monkeypatch, narrow=False)  # packed by the bytes of exponents
+    monkeypatch.setattr(packed_products, "fastest_way", choosing(SCHEDULES[number].name))
+    layer.check()
+    program, leaves = rgcn.compile(Passes(sides=False)), [*layer.others, layer.norm]
+    expected = program(layer.graph, layer.packed, *leaves)  # measures
+    launches = len(kernels.launched)
+    assert torch.equal(program(layer.graph, layer.packed, *leaves), expected)
+    again = [v for v, _ in kernels.launched[launches:] if v.name.startswith("typed_gemm-4B")]
+    assert {v.schedule for v in again} == {number}
+
+
+def test_large_products_of_plain_rows_have_the_schedule_that_was_fastest(kernels, monkeypatch):
+    monkeypatch.setattr(product_ways, "can_measure", lambda device: True)
+    monkeypatch.setattr(product_ways, "LARGE_ROWS", 1)
+    made = random_graph(0, 12, 12, 60, 4)
+    inputs = inputs_of("rgcn", made, torch.float32)
+    found = []
+    for schedule in SCHEDULES:
+        monkeypatch.setattr(product_ways, "fastest_way", choosing(schedule.name))
+        compiled = rgcn.compile(Passes(sides=False))
+        compiled.plan(made, list(inputs.values()))
+        launches = len(kernels.launched)
+        found.append(compiled(made, *inputs.values()))
+        products = [v for v, name in kernels.launched[launches:] if name == "multiply_rows"]
+        settings = {
+            (dict(v.settings)["TILE_ROWS"], dict(v.settings)["PRODUCT_BLOCKS"]) for v in products
+        }
+        assert settings == {(schedule.tile_rows, schedule.blocks)}
+    assert all(torch.equal(out, found[0]) for out in found)
+
+
 @pytest.mark.parametrize("kind", ["feature", "cache"])
 def test_cached_rows_are_gathered_first_where_that_was_faster(kind, kernels, monkeypatch):
     layer = PackedLayer(kind, monkeypatch)
-    monkeypatch.setattr(packed_products, "fused_times", times(2.0, 1.0))
+    monkeypatch.setattr(packed_products, "fastest_way", choosing(packed_products.GATHERED))
     layer.check()
     program, leaves = rgcn.compile(Passes(sides=False)), [*layer.others, layer.norm]
     expected = program(layer.graph, layer.packed, *leaves)
@@ -333,22 +369,21 @@ def test_tf32_is_used_where_torch_is_asked_to(asked, tf32, kernels, monkeypatch)
 @pytest.mark.parametrize("compact", [True, False])
 def test_large_products_are_grouped_where_that_was_faster(relations, compact, kernels, monkeypatch):
     asked, ran = [], []
-    plain = grouped_products.grouped_mm
+    plain = product_ways.grouped_mm
 
     def fastest(names, product, rows, device, prepare):
-        asked.append(product)
-        for run in prepare(rows).values():
-            run()
-        return way
+        asked.append(names)
+        return choosing(way)(names, product, rows, device, prepare)
 
     def counted(*given):
         ran.append(given)
         return plain(*given)
 
-    monkeypatch.setattr(grouped_products, "has_grouped_kernel", lambda *of: True)
-    monkeypatch.setattr(grouped_products, "LARGE_ROWS", 1)
-    monkeypatch.setattr(grouped_products, "fastest_way", fastest)
-    monkeypatch.setattr(grouped_products, "grouped_mm", counted)
+    monkeypatch.setattr(product_ways, "has_grouped_kernel", lambda *of: True)
+    monkeypatch.setattr(product_ways, "can_measure", lambda device: True)
+    monkeypatch.setattr(product_ways, "LARGE_ROWS", 1)
+    monkeypatch.setattr(product_ways, "fastest_way", fastest)
+    monkeypatch.setattr(product_ways, "grouped_mm", counted)
     made = random_graph(0, 12, 12, 60, relations)
     draw = torch.Generator().manual_seed(0)
     shapes = {"x": (12, 16), "weight": (relations, 16, 8), "root": (16, 8), "norm": (60,)}
@@ -362,7 +397,7 @@ def test_large_products_are_grouped_where_that_was_faster(relations, compact, ke
         return [out.detach(), *torch.autograd.grad(out, list(leaves), seed.to(out.dtype))]
 
     expected = results(evaluate(rgcn, made, wide)[0], wide.values())
-    for way in ("grouped", "typed"):
+    for way in ("grouped", "usual"):
         compiled = rgcn.compile(Passes(compact=compact, sides=False))
         compiled.plan(made, list(inputs.values()))  # measures
         ran.clear()
@@ -370,21 +405,22 @@ def test_large_products_are_grouped_where_that_was_faster(relations, compact, ke
         assert len(ran) == (2 if way == "grouped" else 0)  # forward, and of the rows' gradient
         for a, b in zip(found, expected, strict=True):
             assert float((a - b).abs().max()) <= 3e-2 * float(b.abs().max())
-    assert asked
+    assert all("grouped" in names for names in asked)
     # Rows of 12 bytes are no whole 16, and few rows are bound by their launch.
     asked.clear()
-    monkeypatch.setattr(grouped_products, "LARGE_ROWS", 1 << 14)
+    monkeypatch.setattr(product_ways, "LARGE_ROWS", 1 << 14)
     rgcn.compile().plan(made, list(inputs.values()))
-    monkeypatch.setattr(grouped_products, "LARGE_ROWS", 1)
+    assert not asked
+    monkeypatch.setattr(product_ways, "LARGE_ROWS", 1)
     narrow = [x.detach()[..., :6].contiguous() if x.ndim > 2 else x for x in inputs.values()]
     narrow[2] = narrow[2].detach()[:, :6].contiguous()
     rgcn.compile(Passes(sides=False)).plan(made, narrow)
-    assert not asked
+    assert not any("grouped" in names for names in asked)
 
 
-def test_grouped_products_are_of_bfloat16_on_gpus_with_a_kernel_for_them():
+def test_product_ways_are_of_bfloat16_on_gpus_with_a_kernel_for_them():
     for dtype in (torch.bfloat16, torch.float32):
-        assert not grouped_products.has_grouped_kernel(torch.device("cpu"), dtype)
+        assert not product_ways.has_grouped_kernel(torch.device("cpu"), dtype)
 
 
 def test_tf32_that_is_asked_for_by_torchs_newest_option():

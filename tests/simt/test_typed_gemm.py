@@ -12,7 +12,12 @@ from bitslab.engine.kernels.cuda.runner import DAMAGED_ERROR, NO_ERROR
 from bitslab.engine.kernels.cuda.source import Variant
 from bitslab.engine.kernels.cuda.typed_gemm import TypedGemmKernels, TypedTiles
 from bitslab.engine.kernels.format import MAX_SLABS
-from bitslab.engine.kernels.typed_products import GRADIENT_DEPTH, TILE_COLUMNS, PackedRows
+from bitslab.engine.kernels.typed_products import (
+    GRADIENT_DEPTH,
+    SCHEDULES,
+    TILE_COLUMNS,
+    PackedRows,
+)
 from tests.engine.kernels.cases import cache_of, make_case, table_of
 from tests.simt.module import guarded
 from tests.simt.runner import SimtRunner
@@ -219,6 +224,53 @@ def test_products_of_packed_rows_are_those_of_raw_rows_bit_for_bit(
     assert int(counters[: MAX_SLABS + 1].sum()) == times * n
     hits = int((index % 2 == 0).sum()) if cached else 0
     assert int(counters[:MAX_SLABS].sum()) == times * hits
+
+
+@pytest.mark.parametrize("number", range(1, len(SCHEDULES)))
+@pytest.mark.parametrize(
+    ("variant", "kind", "dtype", "row_bytes"),
+    [
+        (BYTES, "compact", torch.float32, 256),
+        (BYTES, "inplace", torch.float32, 528),
+        (BFLOATS, "compact-moved", torch.bfloat16, 288),
+    ],
+    ids=["short", "long", "bfloats"],
+)
+def test_schedules_change_no_bit(variant, kind, dtype, row_bytes, number):
+    case = make_case(variant, n_rows=45, row_bytes=row_bytes, seed=2)
+    case.rows = finite_rows(case, dtype).view(torch.uint8).reshape(case.rows.shape)
+    packed = PackedRows(guarded_table(table_of(case, kind)), case.layout, dtype)
+    raw = guarded(case.rows.view(dtype))
+    bounds = [0, 0, 5, 37, 37, 140]
+    depth, n = raw.shape[1], bounds[-1]
+    index = torch.randint(45, (n,), generator=torch.Generator().manual_seed(1))
+    weight = guarded(values(len(bounds) - 1, depth, 72, dtype=dtype, seed=2))
+    scatter = torch.randperm(n, generator=torch.Generator().manual_seed(3))
+    tiles = TypedTiles.of(bounds, torch.device("cpu"))
+    runner = SimtRunner(seed=3)
+    runner.multiprocessors = 1  # blocks take several tiles
+    kernels = TypedGemmKernels(runner)
+    usual = torch.zeros(n, 72, dtype=dtype)
+    kernels.product(raw, weight, tiles, usual, index=index, scatter=scatter)
+    close(usual, reference(raw, weight, bounds, n, index=index, scatter=scatter), dtype)
+    for source in (raw, packed):
+        assert kernels.takes(source, depth, number)
+        out = guarded(torch.zeros(n, 72, dtype=dtype))
+        options = {"index": index, "scatter": scatter, "schedule": number}
+        kernels.product(source, weight, tiles, out, **options)
+        assert torch.equal(out.view(torch.uint8), usual.view(torch.uint8))
+    run = kernels.prepare_product(tiles, n, (depth,), 72, dtype, index, number)
+    assert torch.equal(
+        run(raw, weight)[scatter.argsort()].view(torch.uint8), usual.view(torch.uint8)
+    )
+    assert runner.mailbox[0] == NO_ERROR
+
+
+def test_schedules_of_other_masks_are_the_usual_one():
+    kernels = TypedGemmKernels(SimtRunner())
+    case = make_case(Variant("typed_gemm", 4, 2, False, True, 4), n_rows=45, row_bytes=256)
+    rows = PackedRows(table_of(case, "compact"), case.layout, torch.float32)
+    assert kernels.takes(rows, 64) and not kernels.takes(rows, 64, 1)
 
 
 def test_damaged_rows_are_reported():

@@ -8,18 +8,61 @@ import torch
 
 from .format import CacheStorage, RowLayout, TableStorage
 
-TILE_ROWS = 32  # of one type, that a block multiplies at once
+TILE_ROWS = 32  # of one type, that a block multiplies at once, or a multiple
 TILE_COLUMNS = 64  # of a weight
 GRADIENT_DEPTH = 256  # rows of a weight whose gradient a block sums
 #: Tiles whose gradients a block sums, one after another.
 CHUNK_TILES = 32
 #: Dtypes of rows and weights.
 PRODUCT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class ProductSchedule:
+    """How blocks of threads share a product's work; the result has the same bits by any of them.
+
+    Packed rows are rebuilt, and rows multiplied, between barriers of a block: the one goes on while
+    the other does only in another block of the same multiprocessor. Blocks are kept from being
+    there together by registers and by shared memory, which holds a tile's rows and, twice, the
+    packed words of those that are rebuilt at once.
+
+    Attributes
+    ----------
+    coarsening : int
+        A thread's rows, in units of those of a tile of TILE_ROWS: a weight's values that are read
+        from shared memory serve as many.
+    blocks : int
+        Of a multiprocessor, for which registers are left.
+    staged_rows : int
+        Most rows whose packed words are staged at once.
+    """
+
+    coarsening: int
+    blocks: int
+    staged_rows: int
+
+    @property
+    def tile_rows(self) -> int:
+        """Rows of a tile."""
+        return TILE_ROWS * self.coarsening
+
+    @property
+    def name(self) -> str:
+        """Name by which measured times are kept."""
+        return f"{self.tile_rows} rows, {self.blocks} blocks, {self.staged_rows} staged"
+
+
+#: The usual schedule, and those that are measured beside it.
+SCHEDULES = (
+    ProductSchedule(coarsening=1, blocks=2, staged_rows=32),
+    ProductSchedule(coarsening=1, blocks=3, staged_rows=8),
+    ProductSchedule(coarsening=1, blocks=4, staged_rows=8),
+    ProductSchedule(coarsening=2, blocks=2, staged_rows=8),
+)
 #: By bytes of a value what a block takes of a weight at once. The strides of 16-bit values keep the
 #: lanes of a warp in banks of their own.
 PRODUCT_DEFINES = {
     size: {
-        "TILE_ROWS": TILE_ROWS,
         "TILE_COLUMNS": TILE_COLUMNS,
         "SLICE_DEPTH": 128 // size,
         "SLICE_STRIDE": TILE_COLUMNS if size == 4 else TILE_COLUMNS + 8,
@@ -29,10 +72,15 @@ PRODUCT_DEFINES = {
 }
 
 
-def product_settings(value_bytes: int) -> dict[str, int]:
-    """Return the definitions of the kernels of raw rows, of values of so many bytes."""
+def product_settings(value_bytes: int, schedule: int) -> dict[str, int]:
+    """Return the definitions of the kernels of raw rows, of values of so many bytes.
+
+    `schedule` is the number of one of SCHEDULES.
+    """
     return {
         "CHUNK_BYTES": value_bytes,
+        "TILE_ROWS": SCHEDULES[schedule].tile_rows,
+        "PRODUCT_BLOCKS": SCHEDULES[schedule].blocks,
         "PACKED": 0,
         "GRADIENT_BLOCKS": 2,
     } | PRODUCT_DEFINES[value_bytes]

@@ -12,7 +12,7 @@ from bitslab.engine.kernels.cuda import kernels_on
 from bitslab.engine.kernels.cuda.source import Variant
 from bitslab.engine.kernels.cuda.typed_gemm import TypedTiles
 from bitslab.engine.kernels.cuda.variants import all_variants
-from bitslab.engine.kernels.typed_products import PackedRows
+from bitslab.engine.kernels.typed_products import SCHEDULES, PackedRows
 from tests.engine.kernels.cases import TABLE_KINDS, cache_of, make_case, table_of
 from tests.simt.test_typed_gemm import close, finite_rows, gradient_reference, reference, values
 from tests.test_gpu import to_gpu
@@ -20,7 +20,11 @@ from tests.test_gpu import to_gpu
 pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
 
 CUDA = torch.device("cuda")
-PACKED = [v for v in all_variants() if isinstance(v, Variant) and v.file == "typed_gemm"]
+PACKED = [
+    v
+    for v in all_variants()
+    if isinstance(v, Variant) and v.file == "typed_gemm" and not v.schedule
+]
 BOUNDS = [0, 0, 700, 701, 733, 3000]
 
 
@@ -77,5 +81,10 @@ def test_packed_rows_give_the_bits_of_raw_rows(variant, host):
             kernels.product(source, weight, tiles, out, index=index)
             gradient = kernels.gradient(source, g, tiles, raw.shape[1], index=index)
             found.append((out.view(torch.uint8), gradient.view(torch.uint8)))
+            for schedule in range(1, len(SCHEDULES)):
+                if kernels.takes(source, raw.shape[1], schedule):
+                    again = torch.zeros_like(out)
+                    kernels.product(source, weight, tiles, again, index=index, schedule=schedule)
+                    assert torch.equal(again.view(torch.uint8), found[0][0])
         for out, gradient in found[1:]:
             assert torch.equal(out, found[0][0]) and torch.equal(gradient, found[0][1])

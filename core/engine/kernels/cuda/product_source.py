@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from ..format import PAD_WORDS, read_together
-from ..typed_products import TILE_ROWS, PackedRows, shared_row_bytes, slice_bytes
+from ..typed_products import SCHEDULES, PackedRows, shared_row_bytes, slice_bytes
 from . import chosen_rows
 from .chosen_rows import ChosenRows
 from .parameters import Address, Int32, Int64, Value, kinds_of
@@ -55,8 +55,8 @@ class SourceParameters(ChosenRows):
     bfloat: Int32
 
 
-def staged(x: PackedRows) -> TileShape | None:
-    """Return how many rows of a tile are staged at once: 32, 16 or 8.
+def staged(x: PackedRows, schedule: int = 0) -> TileShape | None:
+    """Return how many rows of a tile are staged at once: 32, 16 or 8, at most what a schedule says.
 
     None for rows that no typed product rebuilds: with clusters, with chunks that are not one
     element, several in a packed row, or too long for eight of them to be staged.
@@ -66,7 +66,7 @@ def staged(x: PackedRows) -> TileShape | None:
     if chunk_bytes != x.dtype.itemsize or narrow or x.table.items_per_row > 1:
         return None
     stride_words = lines(x.max_words + 36)  # see run_shape
-    rows = TILE_ROWS
+    rows = SCHEDULES[schedule].staged_rows
     while rows * stride_words > STAGE_BYTES // 4:
         rows //= 2
     return TileShape(rows, stride_words, rows * stride_words) if rows >= WARPS else None
@@ -75,10 +75,11 @@ def staged(x: PackedRows) -> TileShape | None:
 class SharedMemory:
     """How a block's shared memory is divided: packed words, rows of a tile, slices of a weight."""
 
-    def __init__(self, depth: int, size: int, stage_words: int) -> None:
+    def __init__(self, depth: int, size: int, stage_words: int, schedule: int = 0) -> None:
+        tile_bytes = SCHEDULES[schedule].tile_rows * shared_row_bytes(depth, size)
         self.row_stride = shared_row_bytes(depth, size)
         self.rows_at = 4 * lines(2 * stage_words + PAD_WORDS) if stage_words else 0
-        self.slices_at = 4 * lines((self.rows_at + TILE_ROWS * self.row_stride) // 4)
+        self.slices_at = 4 * lines((self.rows_at + tile_bytes) // 4)
         self.shared_bytes = self.slices_at + slice_bytes(size)
 
 
@@ -88,22 +89,27 @@ class RowSource:
     variant: AnyVariant
 
     def __init__(
-        self, x: torch.Tensor | PackedRows, depth: int, index: torch.Tensor | None
+        self,
+        x: torch.Tensor | PackedRows,
+        depth: int,
+        index: torch.Tensor | None,
+        schedule: int = 0,
     ) -> None:
         size = x.dtype.itemsize
         self.values: dict[str, Value] = dict.fromkeys(kinds_of(SourceParameters), 0)
         stage_words = 0
         if isinstance(x, torch.Tensor):
-            self.variant = typed_gemm_variant(size)
+            self.variant = typed_gemm_variant(size, schedule)
             self.values |= {"words": x, "stride_bytes": x.stride(0) * size}
             self.values["row_bytes"] = depth * size
         else:
-            shape = staged(x)
+            shape = staged(x, schedule)
             assert shape is not None
             stage_words = shape.stage_words
-            self.variant = decode_variant("typed_gemm", x.layout, 0)
+            decoder = decode_variant("typed_gemm", x.layout, 0)
+            self.variant = replace(decoder, schedule=schedule)
             self.values |= _table_values(x, shape)
-        self.memory = SharedMemory(depth, size, stage_words)
+        self.memory = SharedMemory(depth, size, stage_words, schedule)
         self.values |= {
             "index": index,
             "row_stride": self.memory.row_stride,

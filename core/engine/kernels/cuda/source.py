@@ -75,7 +75,7 @@ from ..tile_format import (
     ZERO_SYMBOL,
     TileFormat,
 )
-from ..typed_products import PRODUCT_DEFINES, product_settings
+from ..typed_products import product_settings
 from ..vector_chunks import VECTOR_KERNELS, vector_settings
 from ..zfp_format import LEAST_EXPONENT, MOST_BLOCK_BITS, PLANE_BITS, FloatKind
 
@@ -274,6 +274,8 @@ class Variant:
         Whether a decoder reads on the device how many rows there are.
     words : bool
         Whether the mask is applied to whole words of chunks (`tiles.word_field`).
+    schedule : int
+        Of typed products.
     """
 
     file: str
@@ -285,6 +287,7 @@ class Variant:
     byte_field: bool = False
     counted: bool = False
     words: bool = False
+    schedule: int = 0
 
     def defines(self) -> dict[str, str | int]:
         """Return the preprocessor's definitions."""
@@ -318,8 +321,8 @@ class Variant:
         if self.file in ("gather", "join"):
             defines |= CACHE_DEFINES
         elif self.file == "typed_gemm":
-            defines |= CACHE_DEFINES | PRODUCT_DEFINES[self.chunk_bytes] | {"PACKED": 1}
-            defines["GRADIENT_BLOCKS"] = 2 if self.byte_field else 1
+            defines |= CACHE_DEFINES | product_settings(self.chunk_bytes, self.schedule)
+            defines |= {"PACKED": 1, "GRADIENT_BLOCKS": 2 if self.byte_field else 1}
         else:
             defines |= {"COUNTED": int(self.counted), "MAX_TILE_ROWS": MAX_TILE_ROWS}
         return defines | {
@@ -349,6 +352,7 @@ class Variant:
         words += [f"v{self.vector}"] if self.file in ("decode", "gather", "join") else []
         words += ["bytes"] if self.byte_field else []
         words += [word for word in ("words", "counted") if getattr(self, word)]
+        words += [f"schedule{self.schedule}"] if self.schedule else []
         return "-".join(words)
 
 
@@ -379,7 +383,7 @@ class PlainVariant:
             return f"{self.file}-" + "-".join(f"{k.lower()}{v}" for k, v in self.settings[:1])
         if self.file not in NAMED_BY_SETTINGS:
             return self.file
-        most = {"quantized": len(TILE_SETTINGS), "zvc": 1, "typed_gemm": 1, "packed_linear": 1}
+        most = {"quantized": len(TILE_SETTINGS), "zvc": 1, "typed_gemm": 3, "packed_linear": 1}
         most |= dict.fromkeys(VECTOR_KERNELS, 2)
         named = self.settings[: most.get(self.file)]
         return "-".join([self.file, *(f"{k.lower()}{v}" for k, v in named)])
@@ -462,9 +466,9 @@ def segment_sums_variant(real_bytes: int, vector: int) -> PlainVariant:
 
 
 @cache
-def typed_gemm_variant(value_bytes: int) -> PlainVariant:
+def typed_gemm_variant(value_bytes: int, schedule: int = 0) -> PlainVariant:
     """Return the typed products of raw rows, of values of so many bytes."""
-    settings = product_settings(value_bytes) | CACHE_DEFINES
+    settings = product_settings(value_bytes, schedule) | CACHE_DEFINES
     return PlainVariant("typed_gemm", tuple(settings.items()))
 
 

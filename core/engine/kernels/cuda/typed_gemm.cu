@@ -2,6 +2,7 @@
 // read by index; a block takes tiles of up to TILE_ROWS rows of one type. With PACKED the rows of a table
 // are rebuilt in shared memory (decode.cuh) where the others are copied to it: from there on both forms
 // are one text, so that their results are the same bits. No raw row is written to device memory.
+// PRODUCT_BLOCKS and COARSENING are a schedule's (typed_products.py), and change no bit of the result.
 // float32 is multiplied on the ordinary units, never as TF32; 16-bit values by tensor cores, summed in
 // float32.
 #include "async_copy.cuh"
@@ -23,7 +24,8 @@
 #endif
 #define THREADS (32 * WARPS)
 #define VALUE_BYTES CHUNK_BYTES
-static_assert(TILE_ROWS == 32 && TILE_COLUMNS == 64, "what the threads of a block take");
+#define COARSENING (TILE_ROWS / 32)
+static_assert(TILE_ROWS % 32 == 0 && TILE_COLUMNS == 64, "what the threads of a block take");
 
 typedef stored_t value_t;  // float32, or 16 bits of float16 or bfloat16
 
@@ -219,13 +221,14 @@ __device__ __forceinline__ void multiply_tile(const u8* rows, int row_stride, va
   const int warp = threadIdx.x >> 5;
   const int steps = (depth + SLICE_DEPTH - 1) / SLICE_DEPTH;
 #if VALUE_BYTES == 4
-  // Four rows and four columns a thread; each half of the block takes half of every slice.
+  // Four rows, or COARSENING times as many, and four columns a thread; each half of the block takes half
+  // of every slice.
   const int part = warp >> 2, row0 = threadIdx.x >> 4 & 7, mine = (threadIdx.x & 15) * 4;
-  float sum[4][4] = {};
+  float sum[4 * COARSENING][4] = {};
 #else
-  // 16 rows and 16 columns a warp.
+  // 16 rows and 16 columns a warp, COARSENING times.
   const int row0 = (warp & 1) * 16, mine = (warp >> 1) * 16, g = threadIdx.x >> 2 & 7, pair = 2 * (threadIdx.x & 3);
-  float sum[2][4] = {};
+  float sum[COARSENING][2][4] = {};
 #endif
   Pieces next = load_slice(weight, 0, depth, column, to.width);
   for (int step = 0; step < steps; ++step) {
@@ -242,7 +245,7 @@ __device__ __forceinline__ void multiply_tile(const u8* rows, int row_stride, va
 #pragma unroll
       for (int j = 0; j < 4; ++j) b[j] = *(const float4*)(slice + (k + j) * SLICE_STRIDE + mine);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for (int i = 0; i < 4 * COARSENING; ++i) {
         const float4 a = *(const float4*)(rows + (row0 + 8 * i) * row_stride + (begin + k) * VALUE_BYTES);
         const float of_a[4] = {a.x, a.y, a.z, a.w};
 #pragma unroll
@@ -258,44 +261,54 @@ __device__ __forceinline__ void multiply_tile(const u8* rows, int row_stride, va
 #pragma unroll
     for (int k = 0; k < SLICE_DEPTH; k += 16) {
       if (begin + k >= depth) break;
-      u32 a[4], b[2];
+      u32 a[COARSENING][4], b[2];
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        a[i] = *(const u32*)(rows + (row0 + g + 8 * (i & 1)) * row_stride +
-                             (begin + k + pair + 8 * (i >> 1)) * VALUE_BYTES);
+      for (int c = 0; c < COARSENING; ++c)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          a[c][i] = *(const u32*)(rows + (32 * c + row0 + g + 8 * (i & 1)) * row_stride +
+                                  (begin + k + pair + 8 * (i >> 1)) * VALUE_BYTES);
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
           b[i] = transposed_halves(*(const u32*)(slice + (k + g + 8 * i) * SLICE_STRIDE + mine + 8 * n + pair));
-        if (to.bfloat) multiply_bfloats(sum[n], a, b);
-        else multiply_halves(sum[n], a, b);
+#pragma unroll
+        for (int c = 0; c < COARSENING; ++c)
+          if (to.bfloat) multiply_bfloats(sum[c][n], a[c], b);
+          else multiply_halves(sum[c][n], a[c], b);
       }
     }
 #endif
   }
 #if VALUE_BYTES == 4
-  // The second half of the block's sums are added to those of the first.
-  __syncthreads();
+  // The second half of the block's sums are added to those of the first, four rows at a time.
   float* sums = (float*)slices + (threadIdx.x & 127) * 20;  // strides of 80 bytes: banks of their own
-  if (part == 1) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) *(float4*)(sums + 4 * i) = make_float4(sum[i][0], sum[i][1], sum[i][2], sum[i][3]);
-  }
-  __syncthreads();
-  if (part == 0) {
+  for (int c = 0; c < 4 * COARSENING; c += 4) {
+    __syncthreads();
+    if (part == 1) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
+      for (int i = 0; i < 4; ++i)
+        *(float4*)(sums + 4 * i) = make_float4(sum[c + i][0], sum[c + i][1], sum[c + i][2], sum[c + i][3]);
+    }
+    __syncthreads();
+    if (part == 0) {
 #pragma unroll
-      for (int j = 0; j < 4; ++j)
-        store_value(to, t, row0 + 8 * i, column + mine + j, sum[i][j] + sums[4 * i + j]);
+      for (int i = 0; i < 4; ++i)
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+          store_value(to, t, row0 + 8 * (c + i), column + mine + j, sum[c + i][j] + sums[4 * i + j]);
+    }
   }
 #else
 #pragma unroll
-  for (int n = 0; n < 2; ++n)
+  for (int c = 0; c < COARSENING; ++c)
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      store_value(to, t, row0 + g + 8 * (i >> 1), column + mine + 8 * n + pair + (i & 1), sum[n][i]);
+    for (int n = 0; n < 2; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        store_value(to, t, 32 * c + row0 + g + 8 * (i >> 1), column + mine + 8 * n + pair + (i & 1), sum[c][n][i]);
 #endif
   __syncthreads();  // before the slices of the next columns
 }
@@ -398,7 +411,7 @@ __device__ __forceinline__ void add_tile(const u8* rows, int row_stride, const v
   clear_ends(rows, row_bytes, row_stride, TILE_ROWS);
 #endif
 
-extern "C" __global__ void __launch_bounds__(THREADS, 2)
+extern "C" __global__ void __launch_bounds__(THREADS, PRODUCT_BLOCKS)
     multiply_rows(SOURCE_PARAMETERS, i64 n_tiles, const value_t *__restrict__ weight, i64 weight_stride,
                   const i64 *__restrict__ scatter, const value_t *__restrict__ scale, value_t *__restrict__ out,
                   i64 out_stride) {

@@ -14,6 +14,7 @@ from ..typed_products import (
     CHUNK_TILES,
     GRADIENT_DEPTH,
     PRODUCT_DTYPES,
+    SCHEDULES,
     TILE_COLUMNS,
     TILE_ROWS,
     PackedRows,
@@ -22,11 +23,10 @@ from .parameters import Address, Int64, Parameters, Value, in_order
 from .product_source import RowSource, SharedMemory, SourceParameters, staged
 from .runner import Launch, Runner
 from .source import AnyVariant
-from .tiles import THREADS
+from .tiles import THREADS, has_byte_field
 
 #: Of a multiprocessor's shared memory what blocks cannot have: static arrays, the driver's part.
 RESERVED_BYTES = 4 << 10
-BLOCKS = 2  # of a multiprocessor, for which there are registers
 
 
 @dataclass(init=False)
@@ -71,7 +71,9 @@ class TypedTiles:
     Attributes
     ----------
     tiles : torch.Tensor
-        int64 ``[tiles, 3]``: type, first row, and the end of the type's rows.
+        int64 ``[tiles, 3]``: type, first row, and the end of the type's rows, of TILE_ROWS each.
+    coarse : torch.Tensor
+        int64 ``[tiles, 3]``: the same of tiles of twice as many rows.
     chunks : torch.Tensor
         int64 ``[chunks, 2]``: first tile of each, all of one type, and the end of its tiles. Each
         type has one or more; one without rows has one of no tile.
@@ -80,6 +82,7 @@ class TypedTiles:
     """
 
     tiles: torch.Tensor
+    coarse: torch.Tensor
     chunks: torch.Tensor
     chunk_starts: torch.Tensor
 
@@ -87,12 +90,17 @@ class TypedTiles:
     def of(cls, bounds: list[int], device: torch.device) -> TypedTiles:
         """Return the tiles of types whose rows begin at `bounds`, which has their end too."""
         ends = torch.tensor(bounds, dtype=torch.int64)
-        kinds, begins, first_tile = _cut(ends, TILE_ROWS, least=0)
-        tiles = torch.stack([kinds, begins, ends[1:][kinds]], 1)
+        (tiles, first_tile), (coarse, _) = (_tiles(ends, n * TILE_ROWS) for n in (1, 2))
         of_chunk, chunk_begins, chunk_starts = _cut(first_tile, CHUNK_TILES, least=1)
         last = torch.minimum(chunk_begins + CHUNK_TILES, first_tile[1:][of_chunk])
         chunks = torch.stack([chunk_begins, last], 1)
-        return cls(tiles.to(device), chunks.to(device), chunk_starts.to(device))
+        return cls(tiles.to(device), coarse.to(device), chunks.to(device), chunk_starts.to(device))
+
+
+def _tiles(ends: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return tiles of up to so many rows, and the first one of each type."""
+    kinds, begins, first_tile = _cut(ends, rows, least=0)
+    return torch.stack([kinds, begins, ends[1:][kinds]], 1), first_tile
 
 
 def _cut(
@@ -122,22 +130,23 @@ class TypedGemmKernels:
         self._runner = runner
         self._launches: dict[tuple[AnyVariant, int, type[Parameters]], Launch] = {}
 
-    def takes(self, x: torch.Tensor | PackedRows, depth: int) -> bool:
+    def takes(self, x: torch.Tensor | PackedRows, depth: int, schedule: int = 0) -> bool:
         """Return whether there are kernels for rows of `depth` elements.
 
         Rows must fit shared memory, and be of PRODUCT_DTYPES. Packed ones are to have chunks of one
-        element, in one cluster, and rows of whole 16 bytes.
+        element, in one cluster, and rows of whole 16 bytes; schedules other than the usual one are
+        of those whose mask is a byte.
         """
         if x.dtype not in PRODUCT_DTYPES:
             return False
         size = x.dtype.itemsize
         stage_words = 0
         if isinstance(x, PackedRows):
-            shape = staged(x)
-            if shape is None:
+            shape = staged(x, schedule)
+            if shape is None or (schedule and not has_byte_field(x.layout)):
                 return False
             stage_words = shape.stage_words
-        return self._fits(SharedMemory(depth, size, stage_words))
+        return self._fits(SharedMemory(depth, size, stage_words, schedule))
 
     def _fits(self, memory: SharedMemory) -> bool:
         most = self._runner.shared_bytes_per_multiprocessor - RESERVED_BYTES
@@ -153,6 +162,7 @@ class TypedGemmKernels:
         index: torch.Tensor | None = None,
         scatter: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
+        schedule: int = 0,
     ) -> None:
         """Multiply rows by the weight of their type; see `cpu.typed_products.multiply_rows`.
 
@@ -172,13 +182,17 @@ class TypedGemmKernels:
             int64 ``[rows]``, contiguous and in range: the row of x, and of `out`, of each row.
         scale : torch.Tensor, optional
             ``[rows]`` of x's dtype, contiguous: what each row of the product is multiplied by.
+        schedule : int
+            The number of one of SCHEDULES, which `takes` accepts for these rows.
         """
-        n_tiles, depth = tiles.tiles.shape[0], weight.shape[1]
+        cut = _cut_for(tiles, schedule)
+        n_tiles, depth = cut.shape[0], weight.shape[1]
         if not n_tiles or not out.numel():
             return
-        source = RowSource(x, depth, index)
-        at_once = self._runner.multiprocessors * BLOCKS
+        source = RowSource(x, depth, index, schedule)
+        at_once = self._runner.multiprocessors * SCHEDULES[schedule].blocks
         values: dict[str, Value] = {
+            "tiles": cut,
             "n_tiles": n_tiles,
             "weight": weight,
             "weight_stride": weight.stride(0),
@@ -187,7 +201,7 @@ class TypedGemmKernels:
             "out": out,
             "out_stride": out.stride(0),
         }
-        self._start(MultiplyRows, min(n_tiles, at_once), source, tiles, weight.shape[2], values)
+        self._start(MultiplyRows, min(n_tiles, at_once), source, weight.shape[2], values)
 
     def gradient(
         self,
@@ -219,8 +233,8 @@ class TypedGemmKernels:
         if parts.numel():
             grid = (n_chunks, ceil_div(depth, GRADIENT_DEPTH), ceil_div(width, TILE_COLUMNS))
             values: dict[str, Value] = {"chunk_tiles": tiles.chunks, "g": g, "out": parts}
-            values["g_stride"] = g.stride(0)
-            self._start(MultiplyGradient, grid, RowSource(x, depth, index), tiles, width, values)
+            values |= {"g_stride": g.stride(0), "tiles": tiles.tiles}
+            self._start(MultiplyGradient, grid, RowSource(x, depth, index), width, values)
         return _total(parts, tiles).to(g.dtype)
 
     def prepare_product(
@@ -231,12 +245,13 @@ class TypedGemmKernels:
         width: int,
         dtype: torch.dtype,
         index: torch.Tensor | None = None,
+        schedule: int = 0,
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return `product` of plain rows as ``run(x, weight)``: all but addresses is bound once.
 
         Parameters
         ----------
-        tiles, index
+        tiles, index, schedule
             As for `product`.
         n_rows : int
             Rows of the result.
@@ -249,15 +264,18 @@ class TypedGemmKernels:
         """
         *heads, depth = shape
         n, of_result = math.prod(heads), (n_rows, *heads, width)
-        n_tiles, device, size = tiles.tiles.shape[0], tiles.tiles.device, dtype.itemsize
+        cut = _cut_for(tiles, schedule)
+        n_tiles, device, size = cut.shape[0], cut.device, dtype.itemsize
         start = None
         if n_tiles and math.prod(of_result):
-            grid = min(n_tiles, self._runner.multiprocessors * BLOCKS)
+            grid = min(n_tiles, self._runner.multiprocessors * SCHEDULES[schedule].blocks)
             fixed: dict[str, Value] = {
-                "n_tiles": n_tiles, "weight_stride": n * depth * width, "scatter": None,
-                "scale": None, "out_stride": n * width,
+                "tiles": cut, "width": width, "n_tiles": n_tiles, "scatter": None, "scale": None,
+                "weight_stride": n * depth * width, "out_stride": n * width,
             }  # fmt: skip
-            start = self._bound(MultiplyRows, grid, tiles, n, depth, width, dtype, index, fixed)
+            rows = torch.empty(1, n * depth, dtype=dtype, device="meta")
+            source = RowSource(rows, depth, index, schedule)
+            start = self._bound(MultiplyRows, grid, source, fixed)
 
         def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             out = torch.empty(of_result, dtype=dtype, device=device)
@@ -289,8 +307,12 @@ class TypedGemmKernels:
         start = None
         if math.prod(of_result):
             grid = (of_parts[0], ceil_div(depth, GRADIENT_DEPTH), ceil_div(width, TILE_COLUMNS))
-            fixed: dict[str, Value] = {"chunk_tiles": tiles.chunks, "g_stride": n * width}
-            start = self._bound(MultiplyGradient, grid, tiles, n, depth, width, dtype, index, fixed)
+            fixed: dict[str, Value] = {
+                "tiles": tiles.tiles, "width": width, "chunk_tiles": tiles.chunks,
+                "g_stride": n * width,
+            }  # fmt: skip
+            rows = torch.empty(1, n * depth, dtype=dtype, device="meta")
+            start = self._bound(MultiplyGradient, grid, RowSource(rows, depth, index), fixed)
         part_bytes = 4 * math.prod(of_parts)
 
         def run(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
@@ -312,23 +334,11 @@ class TypedGemmKernels:
         self,
         parameters: type[Parameters],
         grid: int | tuple[int, int, int],
-        tiles: TypedTiles,
-        heads: int,
-        depth: int,
-        width: int,
-        dtype: torch.dtype,
-        index: torch.Tensor | None,
+        source: RowSource,
         fixed: dict[str, Value],
     ) -> Callable[..., None]:
-        """Return a kernel for plain rows of heads, to be started with the addresses of tensors."""
-        rows = torch.empty(1, heads * depth, dtype=dtype, device="meta")
-        source = RowSource(rows, depth, index)
-        common: dict[str, Value] = {
-            "mailbox": self._runner.mailbox,
-            "tiles": tiles.tiles,
-            "width": width,
-        }
-        values = {**source.values, **common, **fixed}
+        """Return a kernel for plain rows, to be started with the addresses of tensors."""
+        values = {**source.values, "mailbox": self._runner.mailbox, **fixed}
         del values["words"]  # the address of x
         memory = source.memory.shared_bytes
         launch = self._runner.bind(source.variant, parameters, THREADS, memory, **values)
@@ -339,7 +349,6 @@ class TypedGemmKernels:
         parameters: type[Parameters],
         grid: int | tuple[int, int, int],
         source: RowSource,
-        tiles: TypedTiles,
         width: int,
         values: dict[str, Value],
     ) -> None:
@@ -350,12 +359,13 @@ class TypedGemmKernels:
             launch = self._launches[key] = self._runner.bind(
                 source.variant, parameters, THREADS, memory.shared_bytes
             )
-        common: dict[str, Value] = {
-            "mailbox": self._runner.mailbox,
-            "tiles": tiles.tiles,
-            "width": width,
-        }
+        common: dict[str, Value] = {"mailbox": self._runner.mailbox, "width": width}
         launch(grid, *in_order(parameters, {**source.values, **common, **values}))
+
+
+def _cut_for(tiles: TypedTiles, schedule: int) -> torch.Tensor:
+    """Return the tiles of a schedule."""
+    return tiles.tiles if SCHEDULES[schedule].coarsening == 1 else tiles.coarse
 
 
 def _total(parts: torch.Tensor, tiles: TypedTiles) -> torch.Tensor:

@@ -1,0 +1,112 @@
+"""Ways to run a large typed product of plain rows, of which the fastest is measured once, and kept.
+
+These are the kernel's schedules, or torch's product of each relation, and torch's grouped GEMM. For
+that torch has a kernel for bfloat16 on GPUs of capability 9.0 and 10; elsewhere, and for other
+dtypes, its operator is a loop over groups whose ends the host reads. On two CPU cores that loop
+took as long as one product a relation for 6 relations, and five times as long for 50.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..engine.advisor import fastest_way
+from ..engine.kernels.cpu.typed_products import multiply_rows
+
+#: Rows from which on a product is large: below it is bound by its launch.
+LARGE_ROWS = 1 << 14
+#: Bytes that rows in order, of a product that reads them by index, may take.
+MAX_GATHERED_BYTES = 256 << 20
+
+Run = Callable[..., Any]
+
+
+@functools.cache
+def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch has a kernel for groups of rows of a dtype."""
+    if dtype is not torch.bfloat16 or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) in ((9, 0), (10, 0), (10, 3))
+
+
+def can_measure(device: torch.device) -> bool:
+    """Return whether ways may be timed now: on a GPU, not while a CUDA graph is captured."""
+    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+
+
+def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return rows ``[n, K]`` times the weight of their group ``[groups, K, M]``.
+
+    `ends` has the end of each group, int32 ``[groups]``.
+    """
+    # torch.nn.functional has it from torch 2.10 on.
+    run = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    found: torch.Tensor = run(rows, weight, offs=ends)
+    return found
+
+
+def fastest_product(
+    kernels: Mapping[str, Callable[[], Run]],
+    shape: tuple[int, int, int],
+    bounds: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    index: torch.Tensor | None,
+) -> Run | None:
+    """Return what runs a product of rows by type in the least time; None: torch, by relation.
+
+    Parameters
+    ----------
+    kernels : mapping of str to callable
+        What binds the product's kernel, by schedule, the usual one first; none where torch
+        multiplies relation by relation.
+    shape : tuple of int
+        Rows of x, K and M.
+    bounds : sequence of int
+        The first row of each type, and the end.
+    dtype, device
+        Of the rows.
+    index : torch.Tensor or None
+        int64: the rows of x that are multiplied; None: as they are.
+    """
+    n, (n_source, depth, width) = bounds[-1], shape
+    usual = next(iter(kernels), "torch")
+
+    def by_relation(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        out = torch.empty(n, width, dtype=dtype, device=device)
+        multiply_rows(x.reshape(-1, depth), weight, bounds, out, index=index)
+        return out
+
+    def grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, depth)
+        rows = rows if index is None else rows.index_select(0, index)
+        return grouped_mm(rows, weight.reshape(-1, depth, width), ends)
+
+    ways = dict(kernels) or {"torch": lambda: by_relation}
+    # Rows of grouped GEMMs are whole 16 bytes.
+    aligned = depth * dtype.itemsize % 16 == width * dtype.itemsize % 16 == 0
+    gathered_bytes = 0 if index is None else n * depth * dtype.itemsize
+    if aligned and gathered_bytes <= MAX_GATHERED_BYTES and has_grouped_kernel(device, dtype):
+        ends = torch.tensor(bounds[1:], dtype=torch.int32, device=device)
+        ways["grouped"] = lambda: grouped
+    way = usual
+    if n >= LARGE_ROWS and len(ways) > 1 and can_measure(device):
+
+        def prepare(_: int) -> dict[str, Callable[[], object]]:
+            shapes = (n_source, depth), (len(bounds) - 1, depth, width)
+            given = [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
+            return {name: functools.partial(bind(), *given) for name, bind in ways.items()}
+
+        types = sum(low < high for low, high in itertools.pairwise(bounds))
+        how = "in order" if index is None else f"by index of {n_source.bit_length()} bits"
+        product = f"{dtype} rows {how}, {types} types, {depth} x {width}"
+        try:
+            way = fastest_way(tuple(ways), product, n, device, prepare)
+        except torch.OutOfMemoryError:  # no room to measure
+            way = usual
+    return None if way == "torch" else ways[way]()
