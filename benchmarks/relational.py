@@ -2,6 +2,7 @@
 
 python benchmarks/relational.py               # times, gradients included, and the making of plans
 python benchmarks/relational.py --only ratio  # how many rows each graph has, beside its edges
+python benchmarks/relational.py --only size memory  # of the programs, and of their values on a CPU
 python benchmarks/relational.py --only decode gpu --seconds-limit 180  # on a GPU, row by row
 python benchmarks/relational.py --only decode --schedules 0 1 2 3  # of packed products, in columns
 python benchmarks/relational.py --only gpu --dtype bfloat16  # beside torch's grouped_mm too
@@ -16,6 +17,8 @@ UMLS and Nations with inverse relations, out of pykeen's package, below pykeen/d
 pykeen is installed; it is not imported):
 
 pip download --no-deps pykeen && unzip pykeen-*.whl 'pykeen/datasets/*/*.txt' -d "$BITSLAB_DATA"
+
+and MUTAG's statements, mutag_stripped.nt.gz of R-GCN's authors, below rdf/.
 
 Without them a graph is drawn with the sizes of kinships (104 nodes, 50 relations, 17,088 edges);
 its edges share fewer (source, relation) pairs.
@@ -33,7 +36,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from relational_graphs import Graph, cpu_graphs
+from relational_graphs import Graph, cpu_graphs, mutag, sampled, whole
 from timing import cpu_seconds_in_turn, print_tables
 from torch import nn
 from torch_geometric import nn as gnn
@@ -144,12 +147,18 @@ def timed(names: Sequence[str] | None, repetitions: int) -> Table:
 
 def counted(names: Sequence[str] | None) -> Table:
     """Return the rows of each graph by kind, and the time that its plan takes."""
+    graphs: list[tuple[str, Graph, Any]] = [(n, g, g.nodes) for n, g, _ in cpu_graphs(names)]
+    others = {"MUTAG": mutag, "umls, all triples": lambda: whole("umls")}
+    found = {name: make() for name, make in others.items() if not names or name in names}
+    graphs += [(name, graph, graph.nodes) for name, graph in found.items() if graph is not None]
+    if any(name == "mag-0.1" for name, *_ in graphs):
+        graphs.append(("block of mag-0.1", *sampled(1024, 10)))
     rows: Table = []
-    for name, graph, _ in cpu_graphs(names):
+    for name, graph, sizes in graphs:
         seconds = []
         for _ in range(4):
             begin = time.perf_counter()
-            made = RelationalGraph(graph.edges, graph.types, graph.nodes, graph.relations)
+            made = RelationalGraph(graph.edges, graph.types, sizes, graph.relations)
             sides = [made.rows(space) for space in ("pair_src", "pair_dst")]
             for hop in ("dst<pair_src", "gather:pair_src<src", "gather:pair_dst<dst"):
                 for transposed in (False, True):
@@ -176,7 +185,7 @@ def main() -> None:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=["cpu", "ratio", "dims", "passes", "gpu", "decode"],
+        choices=["cpu", "ratio", "size", "memory", "dims", "passes", "gpu", "decode"],
         default=["cpu", "ratio"],
     )
     parser.add_argument("--repetitions", type=int, default=7, help="of times on a CPU")
@@ -223,6 +232,10 @@ def main() -> None:
         tables |= relational_gpu.run(arguments)
         if not arguments.json and arguments.out is None:  # the rows have been printed
             tables = {}
+    for name in {"size", "memory"} & set(arguments.only):
+        import relational_size
+
+        tables |= {"size": relational_size.sizes, "memory": relational_size.memory}[name]()
     if "ratio" in arguments.only:
         tables["Rows over edges"] = counted(arguments.graphs)
     if "cpu" in arguments.only:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
+import re
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +39,7 @@ class Graph:
         self.edges, self.types, self.sizes = edges, types, sizes
         self.nodes = sum(sizes.values())
         self.relations = int(types.max()) + 1
-        numbers = torch.tensor(list(sizes.values()))
+        numbers = torch.tensor(list(sizes.values()), dtype=torch.int64)
         self.node_types = torch.arange(len(sizes)).repeat_interleave(numbers)
 
 
@@ -95,6 +98,55 @@ def cpu_graphs(
         else:
             say(f"kinships is drawn; for the data set itself: {COMMANDS}")
             yield "drawn kinships", drawn_kinships(), None
+
+
+def whole(name: str) -> Graph | None:
+    """Return all triples of a data set of pykeen with inverse relations, of all three parts."""
+    path = find_triples(name)
+    if path is None:
+        return None
+    parts = [(path.parent / f"{part}.txt").read_text() for part in ("train", "valid", "test")]
+    with tempfile.TemporaryDirectory() as folder:
+        together = Path(folder) / "all.txt"
+        together.write_text("\n".join(parts))
+        edges, types = with_inverse(read_triples(together))
+    return Graph(edges, types, {"entity": int(edges.max()) + 1})
+
+
+def mutag() -> Graph | None:
+    """Return MUTAG with inverse relations, of the statements that R-GCN's authors left in it."""
+    try:
+        text = gzip.decompress(Path(find("rdf", "mutag_stripped.nt.gz")).read_bytes()).decode()
+    except FileNotFoundError:
+        return None
+    found = re.findall(r"^(\S+) (\S+) (.+) \.$", text, re.MULTILINE)
+    nodes = {n: i for i, n in enumerate(sorted({x for s, _, o in found for x in (s, o)}))}
+    kinds = {r: i for i, r in enumerate(sorted({r for _, r, _ in found}))}
+    triples = torch.tensor([(nodes[s], kinds[r], nodes[o]) for s, r, o in found])
+    edges, types = with_inverse(triples)
+    return Graph(edges, types, {"entity": len(nodes)})
+
+
+def sampled(seeds: int, fanout: int, seed: int = 0) -> tuple[Graph, tuple[int, int]]:
+    """Return a block of mag-0.1: up to `fanout` edges of each relation into papers that are drawn.
+
+    Its nodes are numbered anew, sources and destinations each, of which the counts are returned.
+    """
+    graph, _ = mag()
+    draw = torch.Generator().manual_seed(seed)
+    papers = torch.randperm(graph.sizes["p"], generator=draw)[:seeds]
+    chosen = torch.isin(graph.edges[1], papers).nonzero().flatten()
+    chosen = chosen[torch.randperm(len(chosen), generator=draw)]
+    key = graph.edges[1, chosen] * graph.relations + graph.types[chosen]
+    order = key.argsort(stable=True)
+    first = torch.searchsorted(key[order], key[order])
+    chosen = chosen[order][torch.arange(len(order)) - first < fanout]
+    src, ends = graph.edges[:, chosen].unbind()
+    sources, of_src = src.unique(return_inverse=True)
+    lookup = torch.full((graph.nodes,), -1).index_copy_(0, papers, torch.arange(seeds))
+    block = Graph(torch.stack([of_src, lookup[ends]]), graph.types[chosen], {})
+    block.relations = graph.relations
+    return block, (len(sources), seeds)
 
 
 def real(name: str) -> Graph | None:

@@ -48,7 +48,7 @@ def dims(graphs: Sequence[str] | None, sizes: Sequence[int], repetitions: int) -
     for name in graphs or GRAPHS:
         graph = graph_of(name)
         for dim in sizes:
-            for model, ways in models(graph, dim, list(MODELS)):
+            for model, ways in models(graph, dim, list(MODELS), torch.float32):
                 row: dict[str, Any] = {"graph": name, "model": model, "dims": dim}
                 for what, ms in in_turn(ways, torch.randn(graph.nodes, dim), repetitions).items():
                     row |= {

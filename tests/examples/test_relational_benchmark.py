@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib
 import time
 from typing import Any
@@ -54,3 +55,47 @@ def test_rows_are_printed_as_they_come(benchmark, capsys):
 def test_the_clock_ends(benchmark):
     assert benchmark.Clock(time.monotonic() - 1).over()
     assert not benchmark.Clock(time.monotonic() + 60).over()
+
+
+def test_statements_of_mutag_are_read_with_inverse_relations(benchmark, tmp_path, monkeypatch):
+    graphs = importlib.import_module("relational_graphs")
+    monkeypatch.setenv("BITSLAB_DATA", str(tmp_path))
+    assert graphs.mutag() is None
+    (tmp_path / "rdf").mkdir()
+    text = '<a> <p> <b> .\n<b> <q> "1.5 g"^^<float> .\n<a> <p> "1.5 g"^^<float> .\n\n'
+    (tmp_path / "rdf" / "mutag_stripped.nt.gz").write_bytes(gzip.compress(text.encode()))
+    found = graphs.mutag()
+    assert (found.nodes, found.relations) == (3, 4)
+    assert torch.equal(found.edges[:, :3], found.edges[:, 3:].flip(0))
+
+
+def test_all_parts_of_a_data_set_are_read(benchmark, tmp_path, monkeypatch):
+    graphs = importlib.import_module("relational_graphs")
+    monkeypatch.setenv("BITSLAB_DATA", str(tmp_path))
+    folder = tmp_path / "pykeen" / "datasets" / "umls"
+    folder.mkdir(parents=True)
+    for part, ends in (("train", "a\tr\tb"), ("valid", "b\tr\tc"), ("test", "c\ts\ta")):
+        (folder / f"{part}.txt").write_text(ends + "\n")
+    found = graphs.whole("umls")
+    assert (found.nodes, found.relations, found.edges.shape[1]) == (3, 4, 6)
+
+
+def test_peaks_of_memory_are_those_of_the_allocator(benchmark):
+    size = importlib.import_module("relational_size")
+
+    def run() -> torch.Tensor:
+        for _ in range(3):
+            torch.empty(1 << 20, dtype=torch.uint8)
+        return torch.empty(1 << 18, dtype=torch.uint8)
+
+    assert 1 << 20 <= size.peak_bytes(run) < (1 << 20) + (1 << 19)
+
+
+def test_rows_of_a_plan_are_counted_by_where_they_stand(benchmark):
+    size = importlib.import_module("relational_size")
+    graphs = importlib.import_module("relational_graphs")
+    made = size.typed(graphs.drawn_kinships())
+    program, inputs = size.programs(made, 8)["RGCN"]
+    of_rows, of_nodes = size.rows_bytes(made, program, inputs)
+    assert of_nodes == 104 * 8 * 4  # the sums alone
+    assert of_rows == made.rows("pair_src").n * 8 * 4

@@ -1,0 +1,219 @@
+"""Size and time of what the relational compiler makes, and what its values take on a CPU."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from relational import DIM, of_same_state
+from relational_graphs import Graph, cpu_graphs, sampled
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch_geometric import nn as gnn
+
+from bitslab.engine.kernels.cuda.source import source_text
+from bitslab.integrations import pyg
+from bitslab.integrations.pyg import relational_calls
+from bitslab.relational import (
+    TYPED_MEAN,
+    CompiledProgram,
+    NodeTypes,
+    RelationalGraph,
+    hgt_of_features,
+    rgat,
+)
+
+Table = list[dict[str, Any]]
+Inputs = list[torch.Tensor]
+#: Values on these stand on nodes; all others on pairs and edges.
+NODEWISE = ("src", "dst")
+
+
+def programs(graph: RelationalGraph, dim: int) -> dict[str, tuple[CompiledProgram, Inputs]]:
+    """Return the programs of the three layers with inputs for a graph of typed nodes."""
+    n, relations, types = graph.num_src, graph.num_relations, graph.node_types
+    attended, hgt = rgat(1, 0.2, False, False), hgt_of_features(1, True)
+    assert attended is not None and hgt is not None and types is not None
+    x = torch.randn(n, dim)
+    weight, matrices = (torch.randn(relations, *shape) for shape in ((dim, dim), (1, dim, dim)))
+    ends = [torch.randn(types.count, dim, dim) for _ in range(3)]
+    biases = [torch.randn(types.count, dim) for _ in range(3)]
+    prior = torch.randn(relations, 1, 1)
+    return {
+        "RGCN": (TYPED_MEAN, [x, weight]),
+        "RGAT": (attended, [x, x.clone(), weight, torch.randn(dim, 1), torch.randn(dim, 1)]),
+        "HGT": (hgt, [x, *ends, *biases, matrices, matrices.clone(), prior]),
+    }
+
+
+def typed(graph: Graph) -> RelationalGraph:
+    """Return a graph with the types of its nodes."""
+    edges, kinds = graph.edges, graph.types
+    src, dst = (
+        torch.zeros(graph.relations, dtype=torch.int64).index_copy_(0, kinds, graph.node_types[end])
+        for end in edges
+    )
+    bounds = torch.tensor([0, *graph.sizes.values()]).cumsum(0)
+    types = NodeTypes(tuple(bounds.tolist()), tuple(src.tolist()), tuple(dst.tolist()))
+    return RelationalGraph(edges, kinds, graph.nodes, graph.relations, types)
+
+
+def sizes() -> dict[str, Table]:
+    """Return lines of both levels of IR and of CUDA, and times of first and later calls."""
+    rows: Table = []
+    for name, graph, _ in cpu_graphs(("mag-0.1", "kinships")):
+        for model in ("RGCN", "RGAT", "HGT"):
+            made = typed(graph)
+            program, inputs = programs(made, DIM)[model]
+            narrow = programs(made, DIM // 2)[model][1]
+
+            def ms(given: Inputs, run: Any = program, on: RelationalGraph = made) -> float:
+                leaves = [x.clone().requires_grad_() for x in given]
+                begin = time.perf_counter()
+                run(on, *leaves).square().mean().backward()
+                return 1e3 * (time.perf_counter() - begin)
+
+            first, again = ms(inputs), min(ms(inputs) for _ in range(3))
+            other, other_again = ms(narrow), min(ms(narrow) for _ in range(3))
+            begin = time.perf_counter()
+            program.plan(typed(graph), [x.requires_grad_() for x in inputs])
+            planned = 1e3 * (time.perf_counter() - begin)
+            plan = program.plan(made, [x.clone().requires_grad_() for x in inputs])
+            assert plan.backward is not None
+            rows.append(
+                {
+                    "graph": name,
+                    "model": model,
+                    "operators": len(str(program.program).splitlines()),
+                    "steps forward": len(plan.forward.order),
+                    "steps backward": len(plan.backward.order),
+                    "first step ms": first,
+                    "later step ms": again,
+                    "first of other shapes ms": other,
+                    "later of these ms": other_again,
+                    "graph and plan ms": planned,
+                }
+            )
+    files = {"typed products": "typed_gemm", "sums, dots, softmax": "segment_sums"}
+    cuda = [
+        {"kernels": what, "file": f"{file}.cu", "lines with what it includes": _lines(file)}
+        for what, file in files.items()
+    ]
+    return {
+        f"Programs, dims {DIM}, training, {torch.get_num_threads()} threads": rows,
+        "CUDA that all programs share: none is generated for one": cuda,
+        "Calls of compiled layers on sampled blocks": blocks(),
+    }
+
+
+def _lines(file: str) -> int:
+    return sum(1 for line in source_text(file).splitlines() if line.strip())
+
+
+def blocks(count: int = 20) -> Table:
+    """Return how many of some sampled blocks run without a plan, and what a call takes."""
+    layer = pyg.RGCNConv(DIM, DIM, 6)
+    times = []
+    for seed in range(count):
+        block, (n_src, n_dst) = sampled(1024, 10, seed)
+        x = torch.randn(n_src, DIM), torch.randn(n_dst, DIM)
+        begin = time.perf_counter()
+        with torch.no_grad():
+            layer(x, block.edges, block.types)
+        times.append(1e3 * (time.perf_counter() - begin))
+    calls = relational_calls(layer)[""]
+    without = sum(n for reason, n in calls.items() if reason)
+    return [
+        {
+            "blocks": f"{count} of mag-0.1, 1,024 papers, fanout 10",
+            "without a plan": without,
+            "first call ms (median)": sorted(times)[count // 2],
+        }
+    ]
+
+
+def peak_bytes(run: Callable[[], Any]) -> int:
+    """Return the most bytes that torch's CPU allocator holds beyond what it held before."""
+    run()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        kept = run()
+    del kept
+    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    moves = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
+    held = most = 0
+    for _, n_bytes in moves:
+        held += n_bytes
+        most = max(most, held)
+    return most
+
+
+def rows_bytes(graph: RelationalGraph, program: CompiledProgram, inputs: Inputs) -> tuple[int, int]:
+    """Return bytes of an inference's values on pairs and edges, and of those on nodes."""
+    with torch.no_grad():
+        plan = program.plan(graph, inputs)
+    found = {True: 0, False: 0}
+    for step in plan.forward.order:
+        if step.op not in ("reshape", "t", "inverse_counts") and step.space != "shared":
+            found[step.space in NODEWISE] += graph.rows(step.space).n * step.width * 4
+    return found[False], found[True]
+
+
+def memory() -> dict[str, Table]:
+    """Return peak bytes of inference beside what plans hold, and of RGAT beside PyG's."""
+    rows: Table = []
+    for name, graph, _ in cpu_graphs(("mag-0.1", "kinships")):
+        made = typed(graph)
+        for model, (program, inputs) in programs(made, DIM).items():
+
+            def infer(run: Any = program, on: Any = made, given: Sequence[Any] = inputs) -> Any:
+                with torch.no_grad():
+                    return run(on, *given)
+
+            of_rows, of_nodes = rows_bytes(made, program, inputs)
+            most = peak_bytes(infer)
+            rows.append(
+                {
+                    "graph": name,
+                    "model": model,
+                    "peak MiB": most / 2**20,
+                    "rows of the plan MiB": of_rows / 2**20,
+                    "nodewise MiB": of_nodes / 2**20,
+                    "peak/both (<= 1.15)": most / (of_rows + of_nodes),
+                }
+            )
+    return {"Peak memory of inference beyond inputs and weights": rows, "RGAT": against_pyg()}
+
+
+def against_pyg() -> Table:
+    """Return the peak bytes of RGAT on kinships, ours and PyG's."""
+    ((name, graph, _),) = cpu_graphs(("kinships",))
+    plain = gnn.RGATConv(DIM, DIM, graph.relations)
+    plain, ours = of_same_state(plain, pyg.RGATConv(DIM, DIM, graph.relations))
+    x = torch.randn(graph.nodes, DIM)
+
+    def infer(layer: nn.Module) -> Any:
+        with torch.no_grad():
+            return layer(x, graph.edges, graph.types)
+
+    def step(layer: nn.Module) -> Any:
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad()
+        layer(leaf, graph.edges, graph.types).square().mean().backward()
+
+    table: Table = []
+    for what, run in (("inference", infer), ("training step", step)):
+        peer, mine = (
+            peak_bytes(lambda layer=layer, run=run: run(layer)) for layer in (plain, ours)
+        )
+        table.append(
+            {
+                "graph": name,
+                "what": what,
+                "PyG MiB": peer / 2**20,
+                "ours MiB": mine / 2**20,
+                "PyG/ours (>= 20)": peer / mine,
+            }
+        )
+    return table
