@@ -142,7 +142,7 @@ def sampled(seeds: int, fanout: int, seed: int = 0) -> tuple[Graph, tuple[int, i
     first = torch.searchsorted(key[order], key[order])
     chosen = chosen[order][torch.arange(len(order)) - first < fanout]
     src, ends = graph.edges[:, chosen].unbind()
-    sources, of_src = src.unique(return_inverse=True)
+    sources, of_src = torch.unique(src, return_inverse=True)
     lookup = torch.full((graph.nodes,), -1).index_copy_(0, papers, torch.arange(seeds))
     block = Graph(torch.stack([of_src, lookup[ends]]), graph.types[chosen], {})
     block.relations = graph.relations

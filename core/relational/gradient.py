@@ -96,7 +96,8 @@ def _linear(s: Steps, step: Step, g: Step) -> Gradients:
 
 
 def _typed_linear(s: Steps, step: Step, g: Step) -> Gradients:
-    return _typed_product(s, *step.args, g)
+    x, weight = step.args
+    return _typed_product(s, x, weight, g)
 
 
 def _typed_product(s: Steps, x: Step, weight: Step, g: Step) -> Gradients:

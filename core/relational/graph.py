@@ -420,7 +420,7 @@ class RelationalGraph:
         if to == "edge":
             return ends
         if source in TYPE_SPACES:
-            return self._types_of(source, to)
+            return self.once(f"{source} of {to}", lambda: self._types_of(source, to))
         if source == "edge" or to == "typed_edge":
             assert to == "typed_edge" and rows.node is not None
             return ends[rows.node]

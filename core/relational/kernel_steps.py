@@ -119,18 +119,21 @@ class KernelSteps:
         run = self._typed(step, bounds, index)
         if step.op != "typed_linear" or len(x.shape) != 1:
             return run
-        rows = torch.empty(0, dtype=self.dtype, device="meta")
-        ways = {} if run is None else {
-            schedule.name: functools.partial(self._typed, step, bounds, index, number)
-            for number, schedule in enumerate(SCHEDULES)
-            if self.kernels.typed.takes(rows, x.width, number)
-        }  # fmt: skip
+        ways: dict[str, Any] = {}
+        if run is not None:
+            rows = torch.empty(0, dtype=self.dtype, device="meta")
+            ways = {
+                schedule.name: functools.partial(self._typed, step, bounds, index, number)
+                for number, schedule in enumerate(SCHEDULES)
+                if self.kernels.typed.takes(rows, x.width, number)
+            }
         shape = (self.graph.rows(source.space).n, x.width, step.width)
         return fastest_product(ways, shape, bounds, self.dtype, self.graph.device, index)
 
     def _typed(
         self, step: Step, bounds: list[int], index: torch.Tensor | None, schedule: int = 0
-    ) -> Any:
+    ) -> Run | None:
+        """Return the kernel of a product, or None where torch is to run it."""
         x, other = step.args
         space, typed = x.space, self.kernels.typed
         if index is None and (self.tf32 or len(bounds) - 1 < BATCH_RELATIONS):

@@ -158,8 +158,8 @@ def _make_hgt(heads: int, biased: bool) -> CompiledProgram:
     ) -> Value:  # fmt: skip
         k, v = (typed_linear(g.src(x), w, g.src_type) for w in (wk, wv))
         q = typed_linear(g.dst(x), wq, g.dst_type)
-        parts = (split(part, heads) for part in (k, q, v))
-        return _attention(g, *parts, keys, values, prior)
+        k, q, v = (split(part, heads) for part in (k, q, v))
+        return _attention(g, k, q, v, keys, values, prior)
 
     def with_bias(
         g: Graph, x: Value, wk: Value, wq: Value, wv: Value, bk: Value, bq: Value, bv: Value,
@@ -168,8 +168,8 @@ def _make_hgt(heads: int, biased: bool) -> CompiledProgram:
         k = typed_linear(g.src(x), wk, g.src_type) + g.src_type(bk)
         v = typed_linear(g.src(x), wv, g.src_type) + g.src_type(bv)
         q = typed_linear(g.dst(x), wq, g.dst_type) + g.dst_type(bq)
-        parts = (split(part, heads) for part in (k, q, v))
-        return _attention(g, *parts, keys, values, prior)
+        k, q, v = (split(part, heads) for part in (k, q, v))
+        return _attention(g, k, q, v, keys, values, prior)
 
     return program(with_bias if biased else plain).compile()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +30,17 @@ class NodeTypes:
     bounds: tuple[int, ...]
     src: tuple[int, ...]
     dst: tuple[int, ...]
+
+    @classmethod
+    def of_names(
+        cls, counts: Mapping[str, int], relations: Iterable[tuple[str, str, str]]
+    ) -> NodeTypes:
+        """Return those of nodes by type, and of relations by the names of their ends' types."""
+        numbers = {name: i for i, name in enumerate(counts)}
+        # A relation of types that are not there has no edges.
+        ends = [[numbers.get(end, 0) for end in (src, dst)] for src, _, dst in relations]
+        bounds = (0, *itertools.accumulate(counts.values()))
+        return cls(bounds, tuple([src for src, _ in ends]), tuple([dst for _, dst in ends]))
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int], num_relations: int) -> NodeTypes | None:

@@ -136,7 +136,7 @@ class Products:
         bounds = self.graph.rows(step.args[0].space).bounds
         assert bounds is not None
         sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
-        return torch.stack([rows.sum(0) for rows in g.split(sizes)])
+        return torch.stack([rows.sum(0) for rows in torch.split(g, sizes)])
 
     def weight_product(
         self, step: Step, weight: torch.Tensor, matrix: torch.Tensor
@@ -144,7 +144,7 @@ class Products:
         """Multiply weights ``[R, K, H * D]`` by matrices ``[R, H, D, N]``, head by head."""
         if matrix.ndim == 3:
             return torch.bmm(weight, matrix)
-        parts = weight.unflatten(-1, matrix.shape[1:3]).transpose(1, 2)
+        parts = weight.reshape(*weight.shape[:2], *matrix.shape[1:3]).transpose(1, 2)
         return torch.matmul(parts, matrix).transpose(1, 2).flatten(2)
 
     def weight_product_grad(
@@ -154,8 +154,8 @@ class Products:
         if len(step.shape) == 2:
             return torch.bmm(weight.transpose(1, 2), g)
         heads, d, n = step.shape
-        parts = weight.unflatten(-1, (heads, d)).permute(0, 2, 3, 1)
-        return torch.matmul(parts, g.unflatten(-1, (heads, n)).transpose(1, 2))
+        parts = weight.reshape(*weight.shape[:2], heads, d).permute(0, 2, 3, 1)
+        return torch.matmul(parts, g.reshape(*g.shape[:2], heads, n).transpose(1, 2))
 
     def weight_grad(
         self, step: Step, x: Any, g: torch.Tensor, index: torch.Tensor | None = None

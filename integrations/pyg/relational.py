@@ -374,7 +374,8 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
             x = x.view(-1, 3, heads, dim)
             inputs, node_types = x.transpose(0, 1).contiguous().unbind(), None
         else:
-            inputs, node_types = (x, *self._projections(counts)), self._node_types(counts)
+            inputs = (x, *self._projections(counts))
+            node_types = NodeTypes.of_names(counts, self.edge_types)
         edge_index, edge_type = self._edges(edge_index_dict, counts)
         relations = len(self.edge_types)
         keys, values = (
@@ -438,13 +439,6 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
             return list(weight.chunk(3, -1))
         bias = torch.stack([lin.bias for lin in lins])
         return [*weight.chunk(3, -1), *bias.chunk(3, -1)]
-
-    def _node_types(self, counts: dict[str, int]) -> NodeTypes:
-        numbers = {name: i for i, name in enumerate(counts)}
-        src, dst = (
-            tuple([numbers.get(kind[end], 0) for kind in self.edge_types]) for end in (0, -1)
-        )
-        return NodeTypes((0, *itertools.accumulate(counts.values())), src, dst)
 
     def _packed(self, x_dict: Any) -> dict[str, Any]:
         """Return the packed features by node type."""

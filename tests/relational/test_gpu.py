@@ -8,10 +8,13 @@ import pytest
 import torch
 
 import bitslab
-from bitslab.relational import Passes, RelationalGraph
+from bitslab.engine.kernels.typed_products import SCHEDULES
+from bitslab.relational import Passes, RelationalGraph, hgt_of_features, product_ways
 from tests.gpu import waiting_raises
 from tests.relational.oracle import random_graph
 from tests.relational.programs import PROGRAMS, inputs_of, rgcn
+from tests.relational.test_node_types import inputs_of as typed_inputs
+from tests.relational.test_node_types import typed_graph
 
 pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
 
@@ -123,3 +126,59 @@ def test_the_memory_of_a_graph_goes_with_its_last_user():
         assert torch.cuda.memory_allocated() == before
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("reorder", [False, True])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_hgt_of_features_gives_the_results_of_the_cpu(heads, reorder, monkeypatch):
+    # Operations alone count: products of weights are left out of graphs this small else.
+    costs = dict.fromkeys(("cpu", "cuda"), (1.0, *[0.0] * 4))
+    monkeypatch.setattr("bitslab.relational.steps.COSTS", costs)
+    made = typed_graph(sizes=(900, 600, 300), edges=400)
+    inputs = dict(enumerate(typed_inputs(made, heads, True)))
+    program = hgt_of_features(heads, True).program.compile(Passes(reorder=reorder))
+    expected = run(program, made, inputs)
+    edges = made.edge_index.cuda(), made.edge_type.cuda()
+    there = RelationalGraph(*edges, made.num_src, made.num_relations, made.node_types)
+    for dtype, tolerance in ((torch.float64, 1e-9), (torch.float32, 1e-3)):
+        on_device = {k: x.detach().to("cuda", dtype) for k, x in inputs.items()}
+        assert ("weight_product" in program.explain(there, *on_device.values())) == reorder
+        for a, b in zip(run(program, there, on_device), expected, strict=True):
+            scale = 1 + float(b.detach().abs().max())
+            torch.testing.assert_close(a.cpu().double(), b, rtol=0, atol=tolerance * scale)
+    with waiting_raises():
+        run(program, there, on_device)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_large_products_are_the_same_in_every_way(dtype, monkeypatch):
+    graph = on_gpu(random_graph(0, 30_000, 30_000, 100_000, 9))
+    draw = torch.Generator().manual_seed(0)
+    inputs = {
+        name: torch.randn(*shape, generator=draw).to("cuda", dtype)
+        for name, shape in (
+            ("x", (30_000, 64)), ("weight", (9, 64, 48)), ("root", (64, 48)), ("norm", (100_000,))
+        )
+    }  # fmt: skip
+    found = {}
+    ways = [schedule.name for schedule in SCHEDULES]
+    ways += ["grouped"] if product_ways.has_grouped_kernel(torch.device("cuda"), dtype) else []
+    for way in ways:
+        asked: list[str] = []
+
+        def chosen(names, *_, way=way, asked=asked):
+            asked.append(way)
+            return way if way in names else names[0]
+
+        monkeypatch.setattr(product_ways, "fastest_way", chosen)
+        found[way] = run(rgcn.compile(Passes(sides=False)), graph, inputs)
+        assert asked
+    usual = found[SCHEDULES[0].name]
+    for way, results in found.items():
+        for a, b in zip(results, usual, strict=True):
+            if way != "grouped":
+                assert torch.equal(a, b)
+            else:
+                assert float((a - b).abs().max()) <= 5e-2 * float(b.abs().max())
+    monkeypatch.undo()
+    run(rgcn.compile(Passes(sides=False)), graph, inputs)  # measured

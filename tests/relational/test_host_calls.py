@@ -68,7 +68,7 @@ MOST_CALLS = {
     "HGTConv cpu": (182, 494),
     "RGCNConv gpu": (49, 91),
     "RGATConv gpu": (58, 149),
-    "HGTConv gpu": (76, 163),
+    "HGTConv gpu": (76, 168),
 }
 
 
