@@ -27,6 +27,7 @@ its edges share fewer (source, relation) pairs.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import time
 import warnings
@@ -148,7 +149,10 @@ def timed(names: Sequence[str] | None, repetitions: int) -> Table:
 def counted(names: Sequence[str] | None) -> Table:
     """Return the rows of each graph by kind, and the time that its plan takes."""
     graphs: list[tuple[str, Graph, Any]] = [(n, g, g.nodes) for n, g, _ in cpu_graphs(names)]
-    others = {"MUTAG": mutag, "umls, all triples": lambda: whole("umls")}
+    others: dict[str, Callable[[], Graph | None]] = {
+        "MUTAG": mutag,
+        "umls, all triples": functools.partial(whole, "umls"),
+    }
     found = {name: make() for name, make in others.items() if not names or name in names}
     graphs += [(name, graph, graph.nodes) for name, graph in found.items() if graph is not None]
     if any(name == "mag-0.1" for name, *_ in graphs):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -140,7 +141,7 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         kept = run()
     del kept
-    events = profiler.profiler.kineto_results.events()  # type: ignore[union-attr]
+    events = profiler.profiler.kineto_results.events()
     moves = sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]")
     held = most = 0
     for _, n_bytes in moves:
@@ -204,9 +205,7 @@ def against_pyg() -> Table:
 
     table: Table = []
     for what, run in (("inference", infer), ("training step", step)):
-        peer, mine = (
-            peak_bytes(lambda layer=layer, run=run: run(layer)) for layer in (plain, ours)
-        )
+        peer, mine = (peak_bytes(functools.partial(run, layer)) for layer in (plain, ours))
         table.append(
             {
                 "graph": name,

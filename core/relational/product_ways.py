@@ -18,8 +18,9 @@ import torch
 from ..engine.advisor import fastest_way
 from ..engine.kernels.cpu.typed_products import multiply_rows
 
-#: Rows from which on a product is large: below it is bound by its launch.
-LARGE_ROWS = 1 << 14
+#: Rows from which on a product is large: of fewer, what its ways differ by is less than a launch,
+#: and some seconds go into compiling the schedules before the first is measured.
+LARGE_ROWS = 1 << 16
 #: Bytes that rows in order, of a product that reads them by index, may take.
 MAX_GATHERED_BYTES = 256 << 20
 

@@ -271,14 +271,15 @@ class HGTConv(_Compiled, dnn.HGTConv):  # type: ignore[misc]
             )
         dst_type = ntype[:n_dst] if g.is_block else ntype
         linears = (self.linear_k, self.linear_v, self.linear_q)
-        node_types = None
+        node_types, program = None, HGT
         size = (n_src, rows.shape[1], self.num_heads * self.head_size)
         plain = isinstance(rows, torch.Tensor) and not g.is_block
         if plain and projects_in_program(*size, g.device):
             sizes = (linears[0].num_types, self.relation_att[0].num_types)
             node_types = _types_of_nodes(_edges(g), ntype, etype, *sizes)
-        if node_types is not None:
-            program = hgt_of_features(self.num_heads, False)
+        of_features = hgt_of_features(self.num_heads, False) if node_types is not None else None
+        if of_features is not None:
+            program = of_features
             given = (rows, *[linears[i].get_weight() for i in (0, 2, 1)])
         elif g.is_block:
             k, v = self._projected(linears[:2], rows, ntype)
@@ -290,8 +291,8 @@ class HGTConv(_Compiled, dnn.HGTConv):  # type: ignore[misc]
             for matrices in (self.relation_att, self.relation_msg)
         )
         prior = torch.stack(list(self.relation_pri), 1)[:, :, None] / self.sqrt_d
-        if node_types is None:
-            program, given = HGT, (k, q, v)
+        if of_features is None:
+            given = (k, q, v)
         edges = (_edges(g), etype, (n_src, n_dst), len(keys))
         inputs = (*given, keys, values, prior)
         h = run_on_edges(program, *edges, *inputs, node_types=node_types).flatten(1)

@@ -419,8 +419,10 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
         rows = list(x_dict.values())
         plain = all([type(x) is torch.Tensor and x.ndim == 2 for x in rows])
         one = plain and len({(x.shape[1], x.dtype) for x in rows}) == 1
-        size = (sum(map(len, rows)), rows[0].shape[1], self.out_channels) if one else (0, 0, 0)
-        if not one or not projects_in_program(*size, rows[0].device):
+        if not one:
+            return {}
+        n, (_, depth) = sum(map(len, rows)), rows[0].shape
+        if not projects_in_program(n, depth, self.out_channels, rows[0].device):
             return {}
         lins, hooks = self.kqv_lin.lins, ("_forward_hooks", "_forward_pre_hooks")
         features = {name: x_dict[name] for name in lins if name in x_dict}

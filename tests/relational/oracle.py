@@ -45,6 +45,7 @@ def evaluate(program: Program, graph: RelationalGraph, inputs: dict[str, torch.T
             x = inputs[v.args[0].attrs[0]]
             (letter,) = v.deps
             if letter in "pq":
+                assert graph.node_types is not None
                 of_nodes = graph.node_types.of_nodes(src.device)
                 return x[of_nodes if nodes else of_nodes[src if letter == "p" else dst]]
             if nodes:

@@ -9,12 +9,12 @@ import torch
 
 import bitslab
 from bitslab.engine.kernels.typed_products import SCHEDULES
-from bitslab.relational import Passes, RelationalGraph, hgt_of_features, product_ways
+from bitslab.relational import Passes, RelationalGraph, product_ways
 from tests.gpu import waiting_raises
 from tests.relational.oracle import random_graph
 from tests.relational.programs import PROGRAMS, inputs_of, rgcn
+from tests.relational.test_node_types import hgt, typed_graph
 from tests.relational.test_node_types import inputs_of as typed_inputs
-from tests.relational.test_node_types import typed_graph
 
 pytestmark = pytest.mark.gpu  # tests/conftest.py skips these where there is no GPU
 
@@ -136,7 +136,7 @@ def test_hgt_of_features_gives_the_results_of_the_cpu(heads, reorder, monkeypatc
     monkeypatch.setattr("bitslab.relational.steps.COSTS", costs)
     made = typed_graph(sizes=(900, 600, 300), edges=400)
     inputs = dict(enumerate(typed_inputs(made, heads, True)))
-    program = hgt_of_features(heads, True).program.compile(Passes(reorder=reorder))
+    program = hgt(heads, True).program.compile(Passes(reorder=reorder))
     expected = run(program, made, inputs)
     edges = made.edge_index.cuda(), made.edge_type.cuda()
     there = RelationalGraph(*edges, made.num_src, made.num_relations, made.node_types)

@@ -408,7 +408,7 @@ def test_large_products_are_grouped_where_that_was_faster(relations, compact, ke
     assert all("grouped" in names for names in asked)
     # Rows of 12 bytes are no whole 16, and few rows are bound by their launch.
     asked.clear()
-    monkeypatch.setattr(product_ways, "LARGE_ROWS", 1 << 14)
+    monkeypatch.setattr(product_ways, "LARGE_ROWS", 1 << 16)
     rgcn.compile().plan(made, list(inputs.values()))
     assert not asked
     monkeypatch.setattr(product_ways, "LARGE_ROWS", 1)

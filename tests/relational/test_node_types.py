@@ -24,11 +24,18 @@ def typed_graph(sizes=(9, 6, 3), edges=60, ends=ENDS, seed=0):
     bounds = (0, *itertools.accumulate(sizes))
     kinds = torch.randint(len(ends[0]), (edges,), generator=draw)
     index = []
-    for types in map(torch.tensor, ends):
-        drawn = torch.rand(edges, generator=draw) * torch.tensor(sizes)[types[kinds]]
-        index.append(drawn.long() + torch.tensor(bounds)[types[kinds]])
+    for of_relations in map(torch.tensor, ends):
+        of_edges = of_relations[kinds]
+        drawn = torch.rand(edges, generator=draw) * torch.tensor(sizes)[of_edges]
+        index.append(drawn.long() + torch.tensor(bounds)[of_edges])
     types = NodeTypes(bounds, *ends)
     return rel.RelationalGraph(torch.stack(index), kinds, bounds[-1], len(ends[0]), types)
+
+
+def hgt(heads, biased):
+    found = rel.hgt_of_features(heads, biased)
+    assert found is not None
+    return found
 
 
 def inputs_of(graph, heads, biased, width=4, dtype=torch.float64):
@@ -45,7 +52,7 @@ def inputs_of(graph, heads, biased, width=4, dtype=torch.float64):
 @pytest.mark.parametrize("passes", [*OFF, Passes(reorder=False, fuse=False)], ids=str)
 def test_hgt_of_features_with_each_pass_on_and_off(passes, biased, heads):
     graph = typed_graph()
-    program = rel.hgt_of_features(heads, biased).program
+    program = hgt(heads, biased).program
     inputs = dict(zip(program.names, inputs_of(graph, heads, biased), strict=True))
     expected = values_and_gradients(evaluate(program, graph, inputs), inputs)
     for backend in ("auto", "torch"):
@@ -62,7 +69,7 @@ def test_products_of_weights_give_the_result_of_projected_rows(biased, heads, mo
         "bitslab.relational.steps.COSTS", dict.fromkeys(("cpu", "cuda"), (1.0, *[0.0] * 4))
     )
     graph = typed_graph(sizes=(900, 600, 300), edges=40)
-    program = rel.hgt_of_features(heads, biased).program
+    program = hgt(heads, biased).program
     inputs = dict(zip(program.names, inputs_of(graph, heads, biased), strict=True))
     found = []
     for passes in (Passes(), Passes(reorder=False)):
@@ -84,7 +91,7 @@ def test_rows_are_projected_first_where_that_costs_less():
     types = NodeTypes((0, *sizes), (0,) * relations, (0,) * relations)
     graph = rel.RelationalGraph(torch.stack([nodes, nodes]), kinds, sizes[0], relations, types)
     inputs = inputs_of(graph, 3, biased=True, width=64)
-    plan = rel.hgt_of_features(3, True).plan(graph, inputs)
+    plan = hgt(3, True).plan(graph, inputs)
     assert "weight_product" not in described(plan.reordered)
 
 
@@ -92,7 +99,7 @@ def test_rows_are_projected_first_where_that_costs_less():
 def test_packed_features_give_the_result_of_raw_ones(reorder):
     graph = typed_graph()
     x, *rest = inputs_of(graph, 2, biased=True, width=16)
-    compiled = rel.hgt_of_features(2, True).program.compile(Passes(reorder=reorder))
+    compiled = hgt(2, True).program.compile(Passes(reorder=reorder))
     expected = compiled(graph, x, *rest)
     draws = [torch.autograd.grad(expected.square().sum(), rest)]
     out = compiled(graph, CompressedTable.from_tensor(x.detach()), *rest)
@@ -109,14 +116,14 @@ def test_generated_gradients_are_those_of_differences(reorder, biased, monkeypat
         "bitslab.relational.steps.COSTS", dict.fromkeys(("cpu", "cuda"), (1.0, *[0.0] * 4))
     )
     graph = typed_graph(sizes=(20, 4, 2), edges=8)
-    compiled = rel.hgt_of_features(2, biased).program.compile(Passes(reorder=reorder))
+    compiled = hgt(2, biased).program.compile(Passes(reorder=reorder))
     inputs = inputs_of(graph, 2, biased, width=2)
     assert torch.autograd.gradcheck(lambda *args: compiled(graph, *args), inputs)
 
 
 def test_traced_by_torch_compile_as_a_whole(fresh_compiler):
     graph = typed_graph()
-    program = rel.hgt_of_features(2, True)
+    program = hgt(2, True)
     inputs = inputs_of(graph, 2, biased=True, dtype=torch.float32)
 
     def run(*args):
@@ -143,7 +150,7 @@ def test_errors_name_what_is_wrong():
             rel.RelationalGraph(index, kinds, 18, 5, NodeTypes(types.bounds, ends, types.dst))
     untyped = rel.RelationalGraph(index, kinds, 18, 5)
     with pytest.raises(ArgumentError, match="the graph has no node_types"):
-        rel.hgt_of_features(2, False)(untyped, *inputs_of(graph, 2, biased=False))
+        hgt(2, False)(untyped, *inputs_of(graph, 2, biased=False))
     with pytest.raises(rel.ProgramError, match=r"typed_linear by g\.src_type of place"):
 
         @rel.program
