@@ -24,6 +24,9 @@ LARGE_ROWS = 1 << 16
 #: Bytes that rows in order, of a product that reads them by index, may take.
 MAX_GATHERED_BYTES = 256 << 20
 
+#: What torch's grouped GEMM takes addresses and strides to be multiples of.
+ALIGNED_BYTES = 16
+
 Run = Callable[..., Any]
 
 
@@ -32,12 +35,21 @@ def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether torch has a kernel for groups of rows of a dtype."""
     if dtype is not torch.bfloat16 or device.type != "cuda" or torch.version.hip is not None:
         return False
-    return torch.cuda.get_device_capability(device) in ((9, 0), (10, 0), (10, 3))
+    return torch.cuda.get_device_capability(device) in grouped_capabilities(torch.__version__)
+
+
+def grouped_capabilities(version: str) -> tuple[tuple[int, int], ...]:
+    """Return the capabilities of GPUs that a version of torch has a grouped GEMM for."""
+    newer = tuple(map(int, version.split(".")[:2])) >= (2, 9)
+    return ((9, 0), (10, 0), (10, 3)) if newer else ((9, 0),)
 
 
 def can_measure(device: torch.device) -> bool:
     """Return whether ways may be timed now: on a GPU, not while a CUDA graph is captured."""
-    return device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    if device.type != "cuda":
+        return False
+    with torch.cuda.device(device):  # whose current stream is asked for
+        return not torch.cuda.is_current_stream_capturing()
 
 
 def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -47,8 +59,32 @@ def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> 
     """
     # torch.nn.functional has it from torch 2.10 on.
     run = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
-    found: torch.Tensor = run(rows, weight, offs=ends)
+    found: torch.Tensor = run(_aligned(rows), _aligned(weight), offs=ends)
     return found
+
+
+def _aligned(values: torch.Tensor) -> torch.Tensor:
+    """Return values as torch's grouped GEMM takes them: in order, and aligned; copied if need be.
+
+    Callers may give slices, expanded rows and permuted weights, which `reshape` leaves as they are.
+    """
+    strides = [stride * values.element_size() for stride in values.stride()[:-1]]
+    if values.is_contiguous() and not any(
+        at % ALIGNED_BYTES for at in (values.data_ptr(), *strides)
+    ):
+        return values
+    return values.clone(memory_format=torch.contiguous_format)
+
+
+def _runs(product: Callable[[], object]) -> bool:
+    """Return whether torch runs a product, which it refuses for some GPUs and shapes."""
+    try:
+        product()
+    except torch.OutOfMemoryError:  # another time there may be room
+        raise
+    except RuntimeError:
+        return False
+    return True
 
 
 def fastest_product(
@@ -89,8 +125,10 @@ def fastest_product(
         return grouped_mm(rows, weight.reshape(-1, depth, width), ends)
 
     ways = dict(kernels) or {"torch": lambda: by_relation}
-    # Rows of grouped GEMMs are whole 16 bytes.
-    aligned = depth * dtype.itemsize % 16 == width * dtype.itemsize % 16 == 0
+    aligned = not any(size * dtype.itemsize % ALIGNED_BYTES for size in (depth, width))
+    # What was measured to be fastest may be another way in the next process, and a grouped GEMM
+    # sums in an order of its own.
+    aligned = aligned and not torch.are_deterministic_algorithms_enabled()
     gathered_bytes = 0 if index is None else n * depth * dtype.itemsize
     if aligned and gathered_bytes <= MAX_GATHERED_BYTES and has_grouped_kernel(device, dtype):
         ends = torch.tensor(bounds[1:], dtype=torch.int32, device=device)
@@ -100,8 +138,14 @@ def fastest_product(
 
         def prepare(_: int) -> dict[str, Callable[[], object]]:
             shapes = (n_source, depth), (len(bounds) - 1, depth, width)
-            given = [torch.randn(shape, dtype=dtype, device=device) for shape in shapes]
-            return {name: functools.partial(bind(), *given) for name, bind in ways.items()}
+            drawn = torch.Generator(device).manual_seed(0)  # torch's is the caller's
+            given = [
+                torch.randn(shape, dtype=dtype, device=device, generator=drawn) for shape in shapes
+            ]
+            ready = {name: functools.partial(bind(), *given) for name, bind in ways.items()}
+            if "grouped" in ready and not _runs(ready["grouped"]):
+                del ready["grouped"]
+            return ready
 
         types = sum(low < high for low, high in itertools.pairwise(bounds))
         how = "in order" if index is None else f"by index of {n_source.bit_length()} bits"

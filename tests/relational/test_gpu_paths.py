@@ -166,7 +166,9 @@ def choosing(*wanted):
     """Return what measures nothing, but runs all ways and chooses the first of those wanted."""
 
     def fastest_way(names, product, rows, device, prepare):
+        state = torch.get_rng_state()
         ways = prepare(rows)
+        assert torch.equal(torch.get_rng_state(), state)  # the caller's random numbers
         assert tuple(ways) == names
         for work in ways.values():
             work()
@@ -416,6 +418,94 @@ def test_large_products_are_grouped_where_that_was_faster(relations, compact, ke
     narrow[2] = narrow[2].detach()[:, :6].contiguous()
     rgcn.compile(Passes(sides=False)).plan(made, narrow)
     assert not any("grouped" in names for names in asked)
+
+
+GROUPED_INPUTS = {
+    "expanded": lambda x, w: (x[:1].expand(8, 16), w),
+    "sliced": lambda x, w: (torch.cat([x, x[:, :1]], 1)[:, :16], w),
+    "offset": lambda x, w: (torch.cat([x.flatten()[:1], x.flatten()])[1:].view(8, 16), w),
+    "permuted": lambda x, w: (x, w.permute(1, 2, 0).contiguous().permute(2, 0, 1)),
+    "transposed": lambda x, w: (x, w.mT.contiguous().mT),
+    "offset weights": lambda x, w: (
+        x,
+        torch.cat([w.flatten()[:1], w.flatten()])[1:].view(w.shape),
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", GROUPED_INPUTS)
+def test_grouped_products_take_rows_and_weights_of_any_strides(kind, monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    x, w = (torch.randn(s, generator=draw).bfloat16() for s in ((8, 16), (2, 16, 24)))
+    rows, weight = GROUPED_INPUTS[kind](x, w)
+    ends = torch.tensor([3, 8], dtype=torch.int32)
+    expected = torch.cat(
+        [rows[:3].float() @ weight[0].float(), rows[3:].float() @ weight[1].float()]
+    )
+    found = product_ways.grouped_mm(rows, weight, ends)
+    torch.testing.assert_close(found.float(), expected, rtol=1e-2, atol=1e-2)
+    given = []
+    functional = hasattr(torch.nn.functional, "grouped_mm")
+    owner, name = (torch.nn.functional, "grouped_mm") if functional else (torch, "_grouped_mm")
+    monkeypatch.setattr(owner, name, lambda *of, offs: given.extend(of))
+    product_ways.grouped_mm(rows, weight, ends)
+    for values in given:
+        assert values.is_contiguous() and values.data_ptr() % 16 == 0
+        assert not any(stride * 2 % 16 for stride in values.stride()[:-1])
+    given.clear()
+    product_ways.grouped_mm(x, w, ends)
+    assert [t.data_ptr() for t in given] == [x.data_ptr(), w.data_ptr()]  # not copied
+
+
+def grouped_products(monkeypatch, fastest):
+    """Plan products that may be grouped."""
+    for name in ("has_grouped_kernel", "can_measure"):
+        monkeypatch.setattr(product_ways, name, lambda *of: True)
+    monkeypatch.setattr(product_ways, "LARGE_ROWS", 1)
+    monkeypatch.setattr(product_ways, "fastest_way", fastest)
+    made = random_graph(0, 12, 12, 60, 9)
+    shapes = ((12, 16), (9, 16, 8), (16, 8), (60,))
+    rgcn.compile(Passes(sides=False)).plan(made, [torch.randn(s).bfloat16() for s in shapes])
+
+
+def test_products_that_torch_refuses_to_group_are_left_out(kernels, monkeypatch):
+    prepared = []
+
+    def fastest(names, product, rows, device, prepare):
+        assert "grouped" in names
+        prepared.append(tuple(prepare(rows)))
+        return names[0]
+
+    def refused(*given):
+        raise RuntimeError("torch._grouped_mm is only supported on other GPUs")
+
+    monkeypatch.setattr(product_ways, "grouped_mm", refused)
+    grouped_products(monkeypatch, fastest)
+    assert prepared and not any("grouped" in ways for ways in prepared)
+
+
+def test_deterministic_algorithms_leave_grouped_products_out(kernels, monkeypatch):
+    asked = []
+
+    def fastest(names, *_):
+        asked.append(names)
+        return names[0]
+
+    grouped_products(monkeypatch, fastest)
+    assert asked and all("grouped" in names for names in asked)
+    asked.clear()
+    torch.use_deterministic_algorithms(True)
+    try:
+        grouped_products(monkeypatch, fastest)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert asked and not any("grouped" in names for names in asked)
+
+
+def test_grouped_kernels_are_those_of_torchs_version():
+    assert product_ways.grouped_capabilities("2.8.0+cu128") == ((9, 0),)
+    for version in ("2.9.1", "2.10.0", "3.0.0a0+git1234"):
+        assert (10, 0) in product_ways.grouped_capabilities(version)
 
 
 def test_product_ways_are_of_bfloat16_on_gpus_with_a_kernel_for_them():
