@@ -123,7 +123,7 @@ class KernelSteps:
         if run is not None:
             rows = torch.empty(0, dtype=self.dtype, device="meta")
             ways = {
-                schedule.name: functools.partial(self._typed, step, bounds, index, number)
+                schedule.name: functools.partial(self._typed, step, bounds, schedule=number)
                 for number, schedule in enumerate(SCHEDULES)
                 if self.kernels.typed.takes(rows, x.width, number)
             }

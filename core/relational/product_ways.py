@@ -28,6 +28,8 @@ MAX_GATHERED_BYTES = 256 << 20
 ALIGNED_BYTES = 16
 
 Run = Callable[..., Any]
+#: Gets an index as products do; returns what runs.
+Bind = Callable[[torch.Tensor | None], Run]
 
 
 @functools.cache
@@ -88,7 +90,7 @@ def _runs(product: Callable[[], object]) -> bool:
 
 
 def fastest_product(
-    kernels: Mapping[str, Callable[[], Run]],
+    kernels: Mapping[str, Bind],
     shape: tuple[int, int, int],
     bounds: Sequence[int],
     dtype: torch.dtype,
@@ -100,8 +102,8 @@ def fastest_product(
     Parameters
     ----------
     kernels : mapping of str to callable
-        What binds the product's kernel, by schedule, the usual one first; none where torch
-        multiplies relation by relation.
+        What binds the product's kernel to an index, by schedule, the usual one first; none where
+        torch multiplies relation by relation.
     shape : tuple of int
         Rows of x, K and M.
     bounds : sequence of int
@@ -114,17 +116,23 @@ def fastest_product(
     n, (n_source, depth, width) = bounds[-1], shape
     usual = next(iter(kernels), "torch")
 
-    def by_relation(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        out = torch.empty(n, width, dtype=dtype, device=device)
-        multiply_rows(x.reshape(-1, depth), weight, bounds, out, index=index)
-        return out
+    def by_relation(index: torch.Tensor | None) -> Run:
+        def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            out = torch.empty(n, width, dtype=dtype, device=device)
+            multiply_rows(x.reshape(-1, depth), weight, bounds, out, index=index)
+            return out
 
-    def grouped(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        rows = x.reshape(-1, depth)
-        rows = rows if index is None else rows.index_select(0, index)
-        return grouped_mm(rows, weight.reshape(-1, depth, width), ends)
+        return run
 
-    ways = dict(kernels) or {"torch": lambda: by_relation}
+    def grouped(index: torch.Tensor | None) -> Run:
+        def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            rows = x.reshape(-1, depth)
+            rows = rows if index is None else rows.index_select(0, index)
+            return grouped_mm(rows, weight.reshape(-1, depth, width), ends)
+
+        return run
+
+    ways: dict[str, Bind] = dict(kernels) or {"torch": by_relation}
     aligned = not any(size * dtype.itemsize % ALIGNED_BYTES for size in (depth, width))
     # What was measured to be fastest may be another way in the next process, and a grouped GEMM
     # sums in an order of its own.
@@ -132,26 +140,30 @@ def fastest_product(
     gathered_bytes = 0 if index is None else n * depth * dtype.itemsize
     if aligned and gathered_bytes <= MAX_GATHERED_BYTES and has_grouped_kernel(device, dtype):
         ends = torch.tensor(bounds[1:], dtype=torch.int32, device=device)
-        ways["grouped"] = lambda: grouped
+        ways["grouped"] = grouped
     way = usual
     if n >= LARGE_ROWS and len(ways) > 1 and can_measure(device):
+        # Of rows that are read by index a part is drawn: a graph may have very many.
+        drawn_rows = n_source if index is None else min(n_source, LARGE_ROWS)
 
         def prepare(_: int) -> dict[str, Callable[[], object]]:
-            shapes = (n_source, depth), (len(bounds) - 1, depth, width)
+            shapes = (drawn_rows, depth), (len(bounds) - 1, depth, width)
+            reads = index if index is None or drawn_rows == n_source else index % drawn_rows
             drawn = torch.Generator(device).manual_seed(0)  # torch's is the caller's
             given = [
                 torch.randn(shape, dtype=dtype, device=device, generator=drawn) for shape in shapes
             ]
-            ready = {name: functools.partial(bind(), *given) for name, bind in ways.items()}
+            ready = {name: functools.partial(bind(reads), *given) for name, bind in ways.items()}
             if "grouped" in ready and not _runs(ready["grouped"]):
                 del ready["grouped"]
             return ready
 
-        types = sum(low < high for low, high in itertools.pairwise(bounds))
-        how = "in order" if index is None else f"by index of {n_source.bit_length()} bits"
-        product = f"{dtype} rows {how}, {types} types, {depth} x {width}"
+        # By powers of two: sampled graphs have other types, and rows, at each step.
+        types = sum(low < high for low, high in itertools.pairwise(bounds)).bit_length()
+        how = "in order" if index is None else f"by index of {drawn_rows.bit_length()} bits"
+        product = f"{dtype} rows {how}, types of {types} bits, {depth} x {width}"
         try:
             way = fastest_way(tuple(ways), product, n, device, prepare)
         except torch.OutOfMemoryError:  # no room to measure
             way = usual
-    return None if way == "torch" else ways[way]()
+    return None if way == "torch" else ways[way](index)

@@ -457,15 +457,17 @@ def test_grouped_products_take_rows_and_weights_of_any_strides(kind, monkeypatch
     assert [t.data_ptr() for t in given] == [x.data_ptr(), w.data_ptr()]  # not copied
 
 
-def grouped_products(monkeypatch, fastest):
+OF_MANY_RELATIONS = rgcn.compile(Passes(sides=False))
+
+
+def grouped_products(made, monkeypatch, fastest):
     """Plan products that may be grouped."""
     for name in ("has_grouped_kernel", "can_measure"):
         monkeypatch.setattr(product_ways, name, lambda *of: True)
     monkeypatch.setattr(product_ways, "LARGE_ROWS", 1)
     monkeypatch.setattr(product_ways, "fastest_way", fastest)
-    made = random_graph(0, 12, 12, 60, 9)
     shapes = ((12, 16), (9, 16, 8), (16, 8), (60,))
-    rgcn.compile(Passes(sides=False)).plan(made, [torch.randn(s).bfloat16() for s in shapes])
+    OF_MANY_RELATIONS.plan(made, [torch.randn(s).bfloat16() for s in shapes])
 
 
 def test_products_that_torch_refuses_to_group_are_left_out(kernels, monkeypatch):
@@ -480,7 +482,7 @@ def test_products_that_torch_refuses_to_group_are_left_out(kernels, monkeypatch)
         raise RuntimeError("torch._grouped_mm is only supported on other GPUs")
 
     monkeypatch.setattr(product_ways, "grouped_mm", refused)
-    grouped_products(monkeypatch, fastest)
+    grouped_products(random_graph(0, 12, 12, 60, 9), monkeypatch, fastest)
     assert prepared and not any("grouped" in ways for ways in prepared)
 
 
@@ -491,12 +493,13 @@ def test_deterministic_algorithms_leave_grouped_products_out(kernels, monkeypatc
         asked.append(names)
         return names[0]
 
-    grouped_products(monkeypatch, fastest)
+    made = random_graph(0, 12, 12, 60, 9)
+    grouped_products(made, monkeypatch, fastest)
     assert asked and all("grouped" in names for names in asked)
     asked.clear()
     torch.use_deterministic_algorithms(True)
     try:
-        grouped_products(monkeypatch, fastest)
+        grouped_products(made, monkeypatch, fastest)
     finally:
         torch.use_deterministic_algorithms(False)
     assert asked and not any("grouped" in names for names in asked)
@@ -550,3 +553,30 @@ def test_a_slab_cache_takes_the_place_of_rows_on_a_cpu():
     for a, b in zip(found, rgat.compile()(made, *inputs.values()), strict=True):
         torch.testing.assert_close(a, b)
     assert cache.stats()["hits"]
+
+
+def test_large_products_are_measured_by_few_rows_and_kept_by_powers_of_two(kernels, monkeypatch):
+    asked, drawn, plain = [], [], torch.randn
+
+    def fastest(names, product, rows, device, prepare):
+        asked.append(product)
+        return choosing(names[0])(names, product, rows, device, prepare)
+
+    def counted(shape, **options):
+        drawn.append(shape)
+        return plain(shape, **options)
+
+    monkeypatch.setattr(product_ways, "can_measure", lambda device: True)
+    monkeypatch.setattr(product_ways, "LARGE_ROWS", 4)
+    monkeypatch.setattr(product_ways, "fastest_way", fastest)
+    program = rgcn.compile(Passes(compact=False, sides=False))
+    for relations, nodes in ((4, 12), (5, 13)):
+        made = random_graph(0, nodes, nodes, 60, relations)
+        inputs = inputs_of("rgcn", made, torch.float32)
+        expected = evaluate(rgcn, made, inputs)[0]
+        monkeypatch.setattr(torch, "randn", counted)
+        found = program(made, *inputs.values())
+        monkeypatch.setattr(torch, "randn", plain)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-4)
+    assert len(set(asked)) == 1 and len(asked) == 2
+    assert {rows for rows, *_ in drawn[::2]} == {4}

@@ -19,7 +19,9 @@ FUSED, WAYS = "fused", "ways"  # kinds of files in the cache folder
 FLUSHED_BYTES = {"cpu": 64 << 20, "cuda": 256 << 20}
 REPEATS = 5
 
-_lock = threading.Lock()
+#: Of each kind and key the lock under which it is measured. One for all would be held by a product
+#: that waits for its graph, while what plans that graph waits to measure another product.
+_locks: dict[tuple[str, str], threading.Lock] = {}
 _known: dict[tuple[str, str], dict[str, float]] = {}
 
 
@@ -72,7 +74,7 @@ def fused_times(
 
     Notes
     -----
-    Any thread may call it; the second waits for the first.
+    Any thread may call it; the second waits for the first that measures the same product.
     """
 
     def ways(rows: int) -> Mapping[str, Callable[[], object]]:
@@ -108,7 +110,8 @@ def fastest_way(
 
     Notes
     -----
-    Any thread may call it; the second waits for the first. Not while a CUDA graph is captured.
+    Any thread may call it; the second waits for the first that measures the same product. Not while
+    a CUDA graph is captured.
     """
     product = f"{product} by {', '.join(names)}"
     times = _times(WAYS, names, product, x_rows, device, prepare)
@@ -125,8 +128,10 @@ def _times(
 ) -> dict[str, float]:
     """Return the seconds of each way, as they are known, kept, or measured now."""
     rows = measured_rows(x_rows)
-    key = " | ".join([machine_name(device), __version__, product, f"{rows} rows"])
-    with _lock:
+    # Some ways are torch's code.
+    versions = f"{__version__}, torch {torch.__version__}"
+    key = " | ".join([machine_name(device), versions, product, f"{rows} rows"])
+    with _locks.setdefault((kind, key), threading.Lock()):
         found = _known.get((kind, key)) or _read(kind, key, names)
         if found is None:
             found = _measure(device, prepare(rows))

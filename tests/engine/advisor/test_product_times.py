@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import pytest
@@ -100,3 +101,64 @@ def test_ways_that_cannot_run_are_left_out_of_what_is_kept(cache, monkeypatch):
         assert fastest_way(("usual", "refused"), "product", 4, CPU, prepare) == "usual"
         monkeypatch.setattr("bitslab.engine.advisor.product_times._known", {})
     assert prepared == [4]
+
+
+def test_a_product_that_waits_for_a_graph_does_not_hold_up_other_measurements(cache):
+    """One thread measures and wants the lock of a graph, which plans hold that measure."""
+    graph_lock, measuring, planned = threading.Lock(), threading.Event(), []
+
+    def wants_the_graph():
+        measuring.set()
+        assert graph_lock.acquire(timeout=60)
+        graph_lock.release()
+
+    def measure(product, work):
+        return fastest_way(("usual",), product, 4, CPU, lambda rows: {"usual": work})
+
+    with graph_lock:
+        packed = threading.Thread(target=measure, args=("packed", wants_the_graph), daemon=True)
+        packed.start()
+        assert measuring.wait(60)
+
+        def plan():
+            planned.append(measure("plain", lambda: None))
+
+        planning = threading.Thread(target=plan, daemon=True)
+        planning.start()
+        planning.join(30)
+        assert planned == ["usual"]
+    packed.join(60)
+    assert not packed.is_alive()
+
+
+def test_one_product_is_measured_by_one_thread(cache):
+    prepared, together = [], threading.Barrier(2, timeout=60)
+
+    def prepare(rows):
+        prepared.append(rows)
+        time.sleep(0.1)
+        return {"usual": lambda: None}
+
+    def ask():
+        together.wait()
+        fastest_way(("usual",), "product", 4, CPU, prepare)
+
+    threads = [threading.Thread(target=ask) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert prepared == [4]
+
+
+def test_times_are_those_of_torchs_version(cache, monkeypatch):
+    prepared = []
+
+    def prepare(rows):
+        prepared.append(rows)
+        return {"usual": lambda: None}
+
+    for version in (torch.__version__, "2.8.0+another", "2.8.0+another"):
+        monkeypatch.setattr(torch, "__version__", version)
+        fastest_way(("usual",), "product", 4, CPU, prepare)
+    assert len(prepared) == 2
