@@ -18,6 +18,7 @@ import torch
 from ..engine.advisor import fastest_way, measured_rows
 from ..engine.kernels.typed_products import SCHEDULES, PackedRows
 from .kernel_steps import takes
+from .product_ways import can_measure
 
 if TYPE_CHECKING:
     from ..engine.kernels.cuda import CudaKernels
@@ -147,8 +148,8 @@ class PackedProducts:
         """Return whether most rows lie in the GPU's memory, and there may be room for raw ones."""
         if isinstance(source, torch.Tensor) or source.cache is None:
             return False
-        if not known and self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False  # nothing can be measured
+        if not known and self._device.type == "cuda" and not can_measure(self._device):
+            return False
         near = len(source.cache.entries) >= LEAST_ENTRIES * source.table.n_rows
         return near and 0 < n * depth * source.dtype.itemsize <= MAX_GATHERED_BYTES
 

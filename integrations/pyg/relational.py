@@ -53,6 +53,7 @@ PACKED_FEATURES = (CompressedFeature, CompressedTable, SlabCache, FeatureTensor)
 _HOOKED = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
 #: Where PyG's layers keep the hooks of their parts.
 _HOOKS = tuple(f"_{name}_forward_{kind}hooks" for name in _HOOKED for kind in ("", "pre_"))
+_OF_MODULES = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 #: Methods that PyG's forward passes call, and ours do not; `propagate` is last, as `_Constructed`
 #: gives one to classes that define another of them.
 _CALLED = (
@@ -424,12 +425,12 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
         n, (_, depth) = sum(map(len, rows)), rows[0].shape
         if not projects_in_program(n, depth, self.out_channels, rows[0].device):
             return {}
-        lins, hooks = self.kqv_lin.lins, ("_forward_hooks", "_forward_pre_hooks")
+        lins = self.kqv_lin.lins
         features = {name: x_dict[name] for name in lins if name in x_dict}
         used = [self.kqv_lin, *map(lins.__getitem__, features)]
         own = type(self.kqv_lin) is gnn.HeteroDictLinear
         own = own and all([type(lin) is gnn.Linear for lin in used[1:]])
-        if not own or any([getattr(part, kind) for part in used for kind in hooks]):
+        if not own or any([getattr(part, kind) for part in used for kind in _OF_MODULES]):
             return {}
         return features
 

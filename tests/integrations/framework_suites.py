@@ -6,13 +6,15 @@ python tests/integrations/framework_suites.py --pyg pyg.git --dgl dgl.git
 
 The tests are read from the tag of the installed version into a temporary folder, and run there by
 the plug-ins `bitslab.integrations.pyg.testing` and `bitslab.integrations.dgl.testing`. A line for
-each run is printed; the exit status is 1 if one of them failed.
+each run is printed; the exit status is 1 if one of them failed, no test passed, or no call of a
+layer ran compiled where layers are to be.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
@@ -127,7 +129,19 @@ def run(suite: Suite, folder: Path, compiled: bool) -> tuple[bool, str]:
     calls = [line for line in lines if line.startswith("layer calls: ")]
     failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
     counts = lines[-1] if lines else done.stderr.strip().splitlines()[-1]
-    return done.returncode == 0, "; ".join([counts.strip("= "), *calls, *failed])
+    ran = done.returncode == 0 and n_passed(counts) > 0 and (not compiled or n_compiled(calls) > 0)
+    return ran, "; ".join([counts.strip("= "), *calls, *failed])
+
+
+def n_passed(counts: str) -> int:
+    """Return how many tests passed, by the last line of pytest."""
+    found = re.search(r"(\d+) passed", counts)
+    return int(found[1]) if found else 0
+
+
+def n_compiled(calls: Sequence[str]) -> int:
+    """Return how many calls of layers ran compiled, by the lines that count calls."""
+    return sum(json.loads(line.partition(": ")[2]).get("compiled", 0) for line in calls)
 
 
 def main() -> None:

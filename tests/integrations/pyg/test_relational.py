@@ -115,17 +115,12 @@ def test_hgt(heads, out):
     compare(plain, ours, x, edges)
 
 
-@pytest.mark.parametrize("heads", [1, 2, 4])
-@pytest.mark.parametrize("out", [8, 16])
-def test_hgt_of_features_of_one_width_multiplies_weights_first(heads, out, monkeypatch):
-    # Operations alone count: layers this small are left as they are else.
+@pytest.fixture
+def counted_products(monkeypatch):
+    """Products of weights. Operations alone count: layers this small are left as they are else."""
     monkeypatch.setattr(
         "bitslab.relational.steps.COSTS", dict.fromkeys(("cpu", "cuda"), (1.0, *[0.0] * 4))
     )
-    sizes = {"paper": 500, "author": 300, "field": 40}
-    x = {t: torch.randn(n, 8) for t, n in sizes.items()}
-    edges = {t: graph(sizes[t[0]], sizes[t[2]], 30, seed=i)[0] for i, t in enumerate(EDGE_TYPES)}
-    plain, ours = both("HGTConv", 8, out, METADATA, heads=heads)
     products, multiply = [], Products.weight_product
 
     def counted(self, step, weight, matrix):
@@ -133,20 +128,48 @@ def test_hgt_of_features_of_one_width_multiplies_weights_first(heads, out, monke
         return multiply(self, step, weight, matrix)
 
     monkeypatch.setattr(Products, "weight_product", counted)
+    return products
+
+
+def of_one_width():
+    sizes = {"paper": 500, "author": 300, "field": 40}
+    x = {t: torch.randn(n, 8) for t, n in sizes.items()}
+    edges = {t: graph(sizes[t[0]], sizes[t[2]], 30, seed=i)[0] for i, t in enumerate(EDGE_TYPES)}
+    return x, edges
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+@pytest.mark.parametrize("out", [8, 16])
+def test_hgt_of_features_of_one_width_multiplies_weights_first(heads, out, counted_products):
+    x, edges = of_one_width()
+    plain, ours = both("HGTConv", 8, out, METADATA, heads=heads)
     compare(plain, ours, x, edges)
-    assert len(products) == 4  # of keys and values, forward and backward
+    assert len(counted_products) == 4  # of keys and values, forward and backward
     del edges[EDGE_TYPES[1]]
     plain, ours = both("HGTConv", 8, out, METADATA, heads=heads)
     compare(plain, ours, x, edges)
 
 
-def test_hgt_keeps_hooks_of_its_projections():
-    x, edges = hetero()
-    x = {name: rows[:, :8] for name, rows in x.items()}
+HOOKS = {
+    "forward": lambda module, given, out: out * 2,
+    "forward_pre": lambda module, given: (given[0] * 2,),
+    "full_backward": lambda module, given, out: tuple(None if g is None else g * 2 for g in given),
+    "full_backward_pre": lambda module, out: (out[0] * 2,),
+}
+
+
+@pytest.mark.parametrize("kind", HOOKS)
+def test_hgt_keeps_hooks_of_its_projections(kind, counted_products):
+    x, edges = of_one_width()
+    plain, ours = both("HGTConv", 8, 8, METADATA)
+    compare(plain, ours, x, edges)
+    assert counted_products  # without a hook the program projects
+    counted_products.clear()
     plain, ours = both("HGTConv", 8, 8, METADATA)
     for layer in (plain, ours):
-        layer.kqv_lin.lins["paper"].register_forward_hook(lambda module, given, out: out * 2)
+        getattr(layer.kqv_lin.lins["paper"], f"register_{kind}_hook")(HOOKS[kind])
     compare(plain, ours, x, edges)
+    assert not counted_products
 
 
 def test_hgt_with_lazy_sizes_and_missing_edge_types():
