@@ -373,10 +373,11 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
         x = rows[0] if len(rows) == 1 else torch.cat(rows)
         if program is HGT:
             x = x.view(-1, 3, heads, dim)
-            inputs, node_types = x.transpose(0, 1).contiguous().unbind(), None
+            inputs = x.transpose(0, 1).contiguous().unbind()
         else:
             inputs = (x, *self._projections(counts))
-            node_types = NodeTypes.of_names(counts, self.edge_types)
+        # Of all layers alike, so that they share a graph; `_edges` has looked at the nodes.
+        node_types = NodeTypes.of_names(counts, self.edge_types, placed=True)
         edge_index, edge_type = self._edges(edge_index_dict, counts)
         relations = len(self.edge_types)
         keys, values = (
