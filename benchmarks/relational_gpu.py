@@ -27,7 +27,6 @@ from bitslab.engine.kernels.cuda.typed_gemm import TypedTiles
 from bitslab.engine.kernels.typed_products import SCHEDULES
 from bitslab.integrations import pyg
 from bitslab.relational import TYPED_SUM, CompiledProgram, Passes, RelationalGraph, rgat
-from bitslab.relational.product_ways import grouped_mm, has_grouped_kernel
 
 Table = list[dict[str, Any]]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # tests have no GPU
@@ -119,6 +118,21 @@ def drawn(name: str, sizes: tuple[int, int, int, float] | None = None) -> Drawn:
     dst = (uniform(n).square() * nodes).long()
     types, order = torch.sort(pair_type[pair], stable=True)
     return Drawn(name, nodes, relations, torch.stack([pair_src[pair][order], dst[order]]), types)
+
+
+def has_grouped_kernel(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether torch has a kernel for groups of rows; else it loops, and the host waits."""
+    if dtype is not torch.bfloat16 or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) in ((9, 0), (10, 0), (10, 3))
+
+
+def grouped_mm(rows: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    """Return rows ``[n, K]`` times the weight of their group, ``[groups, K, M]``."""
+    # torch.nn.functional has it from torch 2.10 on.
+    run = getattr(torch.nn.functional, "grouped_mm", None) or torch._grouped_mm
+    found: torch.Tensor = run(rows.contiguous(), weight.contiguous(), offs=ends)
+    return found
 
 
 class Plain(nn.Module):

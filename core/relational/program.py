@@ -196,7 +196,6 @@ class CompiledProgram:
             self,
             autocast_dtype(device, inputs) if torch.is_autocast_enabled(device) else None,
             device == "cuda" and tf32_allowed(),
-            torch.are_deterministic_algorithms_enabled(),
             tuple([
                 (x.shape, x.dtype, x.device, graded and x.requires_grad)
                 if isinstance(x, torch.Tensor)

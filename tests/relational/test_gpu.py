@@ -162,7 +162,6 @@ def test_large_products_are_the_same_in_every_way(dtype, monkeypatch, tmp_path):
     }  # fmt: skip
     found = {}
     ways = [schedule.name for schedule in SCHEDULES]
-    ways += ["grouped"] if product_ways.has_grouped_kernel(torch.device("cuda"), dtype) else []
     for way in ways:
         asked: list[str] = []
 
@@ -183,7 +182,4 @@ def test_large_products_are_the_same_in_every_way(dtype, monkeypatch, tmp_path):
     assert torch.equal(torch.cuda.get_rng_state(), state)  # the caller's random numbers
     for way, results in [*found.items(), ("measured", measured)]:
         for a, b in zip(results, usual, strict=True):
-            if way == "grouped" or way == "measured" and "grouped" in ways:
-                assert float((a - b).abs().max()) <= 5e-2 * float(b.abs().max())
-            else:
-                assert torch.equal(a, b)
+            assert torch.equal(a, b), way

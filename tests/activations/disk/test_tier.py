@@ -548,7 +548,7 @@ def test_a_piece_that_is_written_looks_at_its_own_ticket_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thousands of pieces may wait: with each of them looking at all, threads did little else."""
-    looked, real = [0], Stored.pending.fget
+    looked, real = [0], Stored.pending.fget  # type: ignore[attr-defined]
     gate = threading.Event()
     write = PosixFile.write
 
