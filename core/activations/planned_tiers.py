@@ -5,11 +5,46 @@ from __future__ import annotations
 from typing import Any
 
 from ..engine.advisor.planning import DiskRates, StepProfile
+from .disk import DiskTier
 from .planned_passes import read_ahead_bytes
 from .tiers import STAGING_SHARE, Tiers
 
 #: Of what a plan wrote to a disk that had no room for all of it, the share that the next one may.
 FULL_SHARE = 7 / 8
+
+
+#: Bytes that a disk has written, or read, before these say how fast it is beside a training.
+COUNTED_BYTES = 64 << 20
+
+
+def rates_while_training(disk: DiskTier) -> DiskRates:
+    """Return what a disk carries: the probe's rates, or those of the steps so far if they are less.
+
+    As fast as its threads were while they moved anything: beside a training they wait for
+    processors and for Python's lock, and in profiled steps under a limit of memory they move all.
+    """
+    stats = disk.stats()
+
+    def rate(moved: str, moving: str, probed_bytes_per_s: float, threads: int) -> float:
+        nbytes, seconds = stats[moved], stats[moving]
+        if nbytes < COUNTED_BYTES or seconds <= 0:
+            return probed_bytes_per_s
+        return min(probed_bytes_per_s, nbytes * threads / seconds)
+
+    return DiskRates(
+        rate(
+            "written_bytes",
+            "write_seconds",
+            disk.write_bytes_per_s,
+            sum(each.write_threads for each in disk.rates),
+        ),
+        rate(
+            "read_bytes",
+            "read_seconds",
+            disk.read_bytes_per_s,
+            sum(each.read_threads for each in disk.rates),
+        ),
+    )
 
 
 class PlannedTiers:
@@ -60,7 +95,7 @@ class PlannedTiers:
         if on_gpu:  # else what is read is in the device's memory already
             found["read_ahead_bytes"] = read_ahead_bytes(profile, host_bytes)
         return found | {
-            "disk": DiskRates(disk.write_bytes_per_s, disk.read_bytes_per_s),
+            "disk": rates_while_training(disk),
             "disk_share_both_ways": min(1.0, sum(both) / len(both)),
             "disk_bytes": self._room_bytes,
             "write_bytes_per_s": disk.budget_bytes_per_s,

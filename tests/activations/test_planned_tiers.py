@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import bitslab
-from bitslab.activations import measured_link
+from bitslab.activations import measured_link, planned_tiers
 from bitslab.activations import planned as planned_module
 from bitslab.activations.disk import DiskTier, PosixFile
 from bitslab.activations.measured_pass import MeasuredPass
@@ -122,6 +122,30 @@ def test_a_planned_step_on_a_cpu_waits_for_a_slow_disk(
 
 
 # A disk that fails
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["much", "little"])
+def test_a_disk_that_is_slower_while_training_is_planned_as_slow(
+    counted: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, holds: None
+) -> None:
+    moves = {"write": PosixFile.write, "read": PosixFile.read}
+
+    def slow(kind: str) -> Callable[..., None]:
+        def move(*arguments: Any) -> None:
+            time.sleep(0.002)
+            moves[kind](*arguments)
+
+        return move
+
+    for kind in moves:
+        monkeypatch.setattr(PosixFile, kind, slow(kind))
+    monkeypatch.setattr(planned_tiers, "COUNTED_BYTES", 1 if counted else 1 << 40)
+    offload = train(tmp_path)
+    assert offload.step_profile is not None and offload.step_profile.disk is not None
+    found = offload.step_profile.disk
+    most = (64 << 10) * 2 / 0.002  # of two threads with requests of 64 KiB, where the probe has 1e9
+    for rate in (found.write_bytes_per_s, found.read_bytes_per_s):
+        assert (0 < rate <= most) if counted else rate == 1e9
 
 
 def fail(number: int) -> Callable[..., int]:
