@@ -26,7 +26,7 @@ def rates_while_training(disk: DiskTier) -> DiskRates:
     stats = disk.stats()
 
     def rate(moved: str, moving: str, probed_bytes_per_s: float, threads: int) -> float:
-        nbytes, seconds = stats[moved], stats[moving]
+        nbytes, seconds = int(stats[moved]), float(stats[moving])
         if nbytes < COUNTED_BYTES or seconds <= 0:
             return probed_bytes_per_s
         return min(probed_bytes_per_s, nbytes * threads / seconds)
