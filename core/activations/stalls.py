@@ -32,7 +32,8 @@ class Stalls:
         self._device = device
         self._seconds: dict[StallTier, float] = dict.fromkeys(STALL_TIERS, 0.0)
         self._waits = 0
-        self._timed: deque[tuple[StallTier, Moment, Moment]] = deque()
+        #: Waits that are timed and not known to be over; see `poll`.
+        self.timed: deque[tuple[StallTier, Moment, Moment]] = deque()
 
     def wait(self, mark: Mark, tier: StallTier, stream: torch.cuda.Stream | None = None) -> None:
         """Make what computes wait for a mark: the host for a thread's work, else a stream.
@@ -61,7 +62,7 @@ class Stalls:
             return
         before = now(self._device)
         mark.wait(stream)
-        self._timed.append((tier, before, now(self._device)))
+        self.timed.append((tier, before, now(self._device)))
 
     def waited(self, tier: StallTier, seconds: float) -> None:
         """Count a wait of the host."""
@@ -69,8 +70,8 @@ class Stalls:
 
     def poll(self) -> None:
         """Count the waits of streams that are over; waits for nothing."""
-        while self._timed and has_passed(self._timed[0][2]):
-            tier, begin, end = self._timed.popleft()
+        while self.timed and has_passed(self.timed[0][2]):
+            tier, begin, end = self.timed.popleft()
             self._seconds[tier] += TIMED_EVERY * seconds_between(begin, end)
 
     def seconds(self, tier: StallTier) -> float:

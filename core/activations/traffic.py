@@ -213,7 +213,8 @@ class Traffic:
 
     def poll(self) -> None:
         """Take note of sizes and times that are known by now; waits for nothing."""
-        self.stalls.poll()
+        if self.stalls.timed:
+            self.stalls.poll()
         while self.unknown and is_done(self.unknown[0].stored):
             self.learn(self.unknown.popleft())
         while self.timed:

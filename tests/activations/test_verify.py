@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import bitslab
-from bitslab.activations import VerifyError, crossing, executor
+from bitslab.activations import VerifyError, crossing, stalls
 from bitslab.activations.copies import StoredCopy
 from bitslab.activations.forms import SavedForm
 from bitslab.activations.host_room import HostRoom
@@ -72,8 +72,8 @@ def test_a_missing_wait(monkeypatch: pytest.MonkeyPatch) -> None:
         """Wait for nothing."""
 
     monkeypatch.setattr(crossing, "fill_on_host", fill)
-    monkeypatch.setattr(executor.Executor, "_wait", wait)
-    # in_flight_bytes=0 waits for the copy by `_wait`, too: the copies themselves are sound.
+    monkeypatch.setattr(stalls.Stalls, "wait", wait)
+    # in_flight_bytes=0 waits for the copy by that, too: the copies themselves are sound.
     real = torch.empty
 
     def dirty(*args: Any, **more: Any) -> torch.Tensor:
