@@ -238,18 +238,9 @@ class RelationalGraph:
         self._place(*(c.long() for c in columns))
         if len(edge_type) and read_at_once(edge_type.device):
             self._survey(columns)
-        elif self.node_types is not None and self._may_be_misplaced:
+        elif self.node_types is not None:
             ends = (self._src, self._dst, self._type)
             self.node_types.check_placed(self.node_types.misplaced(*ends).tolist())
-
-    @property
-    def _may_be_misplaced(self) -> bool:
-        """Whether nodes of edges may have other types than relations say.
-
-        Edges of no node are out of range, which is reported on a GPU with what is read then.
-        """
-        known = self.node_types is None or self.node_types.placed
-        return not known and min(self.num_edges, self.num_src, self.num_dst) > 0
 
     def _place(self, src: torch.Tensor, dst: torch.Tensor, kinds: torch.Tensor) -> None:
         """Put the edges in the order of their destinations."""
@@ -280,11 +271,11 @@ class RelationalGraph:
             for nodes, by in ((self._src, by_src), (self._dst, order))
         ]
         wrong = order[:0]
-        if self.node_types is not None and self._may_be_misplaced:
+        if self.node_types is not None:
             wrong = self.node_types.misplaced(self._src, self._dst, self._type)
         read = torch.cat([ends, starts, *(of_type for *_, of_type in found), wrong]).tolist()
         self._check_ranges(read[:6])
-        if self.node_types is not None and len(wrong):
+        if self.node_types is not None:
             self.node_types.check_placed(read[-2:])
         size = self.num_relations + 1
         bounds = [read[6 + i * size : 6 + (i + 1) * size] for i in range(3)]

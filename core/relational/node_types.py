@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -25,28 +25,22 @@ class NodeTypes:
     src, dst : tuple of int
         For each relation the type of its edges' sources, and of their destinations; any where it
         has no edge.
-    placed : bool
-        Whether all edges are known to have nodes of these types, so that graphs need not look.
     """
 
     bounds: tuple[int, ...]
     src: tuple[int, ...]
     dst: tuple[int, ...]
-    placed: bool = field(default=False, compare=False)
 
     @classmethod
     def of_names(
-        cls,
-        counts: Mapping[str, int],
-        relations: Iterable[tuple[str, str, str]],
-        placed: bool = False,
+        cls, counts: Mapping[str, int], relations: Iterable[tuple[str, str, str]]
     ) -> NodeTypes:
         """Return those of nodes by type, and of relations by the names of their ends' types."""
         numbers = {name: i for i, name in enumerate(counts)}
         # A relation of types that are not there has no edges.
         ends = [[numbers.get(end, 0) for end in (src, dst)] for src, _, dst in relations]
         bounds = (0, *itertools.accumulate(counts.values()))
-        return cls(bounds, tuple([src for src, _ in ends]), tuple([dst for _, dst in ends]), placed)
+        return cls(bounds, tuple([src for src, _ in ends]), tuple([dst for _, dst in ends]))
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int], num_relations: int) -> NodeTypes | None:

@@ -373,11 +373,10 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
         x = rows[0] if len(rows) == 1 else torch.cat(rows)
         if program is HGT:
             x = x.view(-1, 3, heads, dim)
-            inputs = x.transpose(0, 1).contiguous().unbind()
+            inputs, node_types = x.transpose(0, 1).contiguous().unbind(), None
         else:
             inputs = (x, *self._projections(counts))
-        # Of all layers alike, so that they share a graph; `_edges` has looked at the nodes.
-        node_types = NodeTypes.of_names(counts, self.edge_types, placed=True)
+            node_types = NodeTypes.of_names(counts, self.edge_types)
         edge_index, edge_type = self._edges(edge_index_dict, counts)
         relations = len(self.edge_types)
         keys, values = (

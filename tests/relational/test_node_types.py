@@ -9,8 +9,8 @@ import torch
 
 import bitslab.relational as rel
 from bitslab import CompressedTable
-from bitslab.errors import ArgumentError, IndexRangeError
-from bitslab.relational import NodeTypes, Passes, RelationalGraph
+from bitslab.errors import ArgumentError
+from bitslab.relational import NodeTypes, Passes
 from bitslab.relational.trace import described
 from tests.relational.oracle import evaluate
 from tests.relational.test_program import OFF, values_and_gradients
@@ -156,25 +156,3 @@ def test_errors_name_what_is_wrong():
         @rel.program
         def crossed(g, x, weight):
             return rel.sum_to_dst(rel.typed_linear(g.dst(x), weight, g.src_type))
-
-
-@pytest.mark.parametrize("at_once", [False, True])
-def test_placement_is_not_looked_at_where_it_is_known_or_there_is_no_node(at_once, monkeypatch):
-    """`at_once`: as on a GPU, where nodes that are not there are reported with all that is read."""
-    monkeypatch.setattr("bitslab.relational.graph.read_at_once", lambda device: at_once)
-    graph = typed_graph()
-    types = graph.node_types
-    wrong = NodeTypes(types.bounds, (1, *types.src[1:]), types.dst)
-    sizes = (graph.num_src, graph.num_dst)
-    given = (graph.edge_index, graph.edge_type, sizes, graph.num_relations)
-    with pytest.raises(ArgumentError, match="another type"):
-        RelationalGraph(*given, wrong)
-    placed = NodeTypes(types.bounds, types.src, types.dst, placed=True)
-    assert placed == types
-    monkeypatch.setattr(NodeTypes, "misplaced", lambda *of: pytest.fail("looked at"))
-    RelationalGraph(*given, placed)
-    none = graph.edge_index[:, :0], graph.edge_type[:0]
-    RelationalGraph(*none, sizes, graph.num_relations, types)
-    empty = NodeTypes((0, 0), (0,), (0,))
-    with pytest.raises(IndexRangeError, match="edge_index"):
-        RelationalGraph(torch.zeros(2, 1).long(), torch.zeros(1).long(), 0, 1, empty)

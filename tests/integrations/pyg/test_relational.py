@@ -19,7 +19,7 @@ from torch_geometric.utils import coalesce, to_torch_csc_tensor
 from bitslab.errors import ArgumentTypeError, IndexRangeError
 from bitslab.integrations import pyg
 from bitslab.integrations.pyg import compile_relational, relational_calls, restore_relational
-from bitslab.relational.graph import RelationalGraph, sort
+from bitslab.relational.graph import sort
 from bitslab.relational.products import Products
 from tests.helpers import options_id
 from tests.integrations.pyg.relational_layers import (
@@ -170,24 +170,6 @@ def test_hgt_keeps_hooks_of_its_projections(kind, counted_products):
         getattr(layer.kqv_lin.lins["paper"], f"register_{kind}_hook")(HOOKS[kind])
     compare(plain, ours, x, edges)
     assert not counted_products
-
-
-def test_hgt_layers_that_project_and_others_share_a_graph(counted_products, monkeypatch):
-    made, make = [], RelationalGraph._plan
-
-    def counted(self, columns):
-        made.append(self)
-        make(self, columns)
-
-    monkeypatch.setattr(RelationalGraph, "_plan", counted)
-    x, edges = of_one_width()
-    _, ours = both("HGTConv", 8, 8, METADATA)
-    ours(x, edges)
-    assert counted_products and len(made) == 1
-    counted_products.clear()
-    ours.kqv_lin.lins["paper"].register_forward_hook(HOOKS["forward"])
-    ours(x, edges)
-    assert not counted_products and len(made) == 1
 
 
 def test_hgt_with_lazy_sizes_and_missing_edge_types():
