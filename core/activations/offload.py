@@ -470,15 +470,14 @@ class ActivationOffload:
         for each in executors:
             each.poll()
         traffic = [each.traffic for each in executors]
-        sites = self._hooks.sites.values()
         found = {
             "moved_out_bytes": sum(each.moved_out_bytes for each in traffic),
             "moved_in_bytes": sum(each.moved_in_bytes for each in traffic),
             "crossed_out_bytes": sum(each.crossed_out_bytes for each in traffic),
-            "crossed_in_bytes": sum(counts.packed_bytes for counts in sites),
+            "crossed_in_bytes": sum(n.packed_bytes for n in self._hooks.sites.values()),
             "peak_saved_bytes": sum(each.peak_away_bytes for each in traffic),
             "packed_on_host_tensors": sum(each.packed_on_host for each in executors),
-            "moved_tensors": sum(counts.tensors for counts in sites),
+            "moved_tensors": sum(n.tensors for n in self._hooks.sites.values()),
             "verified_tensors": self._verifier.compared,
         }
         found |= stall_figures(each.stalls for each in traffic)

@@ -31,7 +31,8 @@ class Stalls:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._seconds: dict[StallTier, float] = dict.fromkeys(STALL_TIERS, 0.0)
-        self._waits = 0
+        #: Waits of a GPU's stream until one is timed, which counts for `TIMED_EVERY`.
+        self.untimed = TIMED_EVERY - 1
         #: Waits that are timed and not known to be over; see `poll`.
         self.timed: deque[tuple[StallTier, Moment, Moment]] = deque()
 
@@ -55,11 +56,11 @@ class Stalls:
             return
         if stream is None:
             stream = current_stream(self._device)
-        # Of a GPU's waits one in `TIMED_EVERY` is timed, and counts for all.
-        self._waits += 1
-        if self._waits % TIMED_EVERY:
+        if self.untimed:
+            self.untimed -= 1
             mark.wait(stream)
             return
+        self.untimed = TIMED_EVERY - 1
         before = now(self._device)
         mark.wait(stream)
         self.timed.append((tier, before, now(self._device)))

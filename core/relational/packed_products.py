@@ -76,7 +76,7 @@ class PackedProducts:
         index : torch.Tensor or None
             int64 ``[n]`` on the GPU: the rows that are read; None: the first.
         what : str
-            What tells products of these rows with other times.
+            Names products of these rows that take the same time.
         multiply : callable
             Starts the kernels of the product on packed or raw rows.
         scheduled : bool
@@ -126,7 +126,7 @@ class PackedProducts:
         """Multiply rows as they are rebuilt, if they are to be; return whether kernels take them.
 
         Where gathering them first is fastest, or nothing was measured, nothing is done: returns
-        what tells products of other times, and the schedules that take these rows.
+        the name of products that take the same time, and the schedules that take these rows.
         """
         with x.read_by_products(self._device) as source:
             if source is None or not takes(self._kernels, self._device, source, depth):

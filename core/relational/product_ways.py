@@ -1,6 +1,6 @@
-"""Ways to run a large typed product of plain rows, of which the fastest is measured once, and kept.
+"""Schedules of large typed products of plain rows: the fastest is measured once, and kept.
 
-These are the kernel's schedules, all with the same bits, or torch's product of each relation.
+All give the same bits.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from ..engine.advisor import fastest_way
-from ..engine.kernels.cpu.typed_products import multiply_rows
 
 #: Rows from which on a product is large: of fewer, what its ways differ by is less than a launch,
 #: and some seconds go into compiling the schedules before the first is measured.
@@ -57,19 +56,11 @@ def fastest_product(
         int64: the rows of x that are multiplied; None: as they are.
     """
     n, (n_source, depth, width) = bounds[-1], shape
-    usual = next(iter(kernels), "torch")
-
-    def by_relation(index: torch.Tensor | None) -> Run:
-        def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-            out = torch.empty(n, width, dtype=dtype, device=device)
-            multiply_rows(x.reshape(-1, depth), weight, bounds, out, index=index)
-            return out
-
-        return run
-
-    ways: dict[str, Bind] = dict(kernels) or {"torch": by_relation}
+    if not kernels:
+        return None
+    usual = next(iter(kernels))
     way = usual
-    if n >= LARGE_ROWS and len(ways) > 1 and can_measure(device):
+    if n >= LARGE_ROWS and len(kernels) > 1 and can_measure(device):
         # Of rows that are read by index a part is drawn: a graph may have very many.
         drawn_rows = n_source if index is None else min(n_source, LARGE_ROWS)
 
@@ -80,14 +71,14 @@ def fastest_product(
             given = [
                 torch.randn(shape, dtype=dtype, device=device, generator=drawn) for shape in shapes
             ]
-            return {name: functools.partial(bind(reads), *given) for name, bind in ways.items()}
+            return {name: functools.partial(bind(reads), *given) for name, bind in kernels.items()}
 
         # By powers of two: sampled graphs have other types, and rows, at each step.
         types = sum(low < high for low, high in itertools.pairwise(bounds)).bit_length()
         how = "in order" if index is None else f"by index of {drawn_rows.bit_length()} bits"
         product = f"{dtype} rows {how}, types of {types} bits, {depth} x {width}"
         try:
-            way = fastest_way(tuple(ways), product, n, device, prepare)
+            way = fastest_way(tuple(kernels), product, n, device, prepare)
         except torch.OutOfMemoryError:  # no room to measure
             way = usual
-    return None if way == "torch" else ways[way](index)
+    return kernels[way](index)

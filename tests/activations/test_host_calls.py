@@ -84,8 +84,8 @@ def test_calls_of_a_saved_tensor() -> None:
 #: On a GPU, by name: policy, codec, most calls (without those of codecs, for which see
 #: `tests/engine/cuda/test_launch_calls.py`), and what the driver is asked to do.
 MOST_ON_GPU: dict[str, tuple[str, str | None, int, dict[str, int]]] = {
-    "moved raw": ("raw", None, 53, {"copy": 2, "record": 4, "wait": 3, "query": 1}),
-    "moved, packed by zvc": ("static", "zvc", 93, {"copy": 2, "record": 5, "wait": 4, "query": 2}),
+    "moved raw": ("raw", None, 52, {"copy": 2, "record": 4, "wait": 3, "query": 1}),
+    "moved, packed by zvc": ("static", "zvc", 92, {"copy": 2, "record": 5, "wait": 4, "query": 2}),
     "kept by policy": ("keep", None, 9, {}),
 }
 

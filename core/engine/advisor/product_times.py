@@ -98,7 +98,7 @@ def fastest_way(
     names : tuple of str
         The ways; the first of those that take the same time is returned.
     product : str
-        What tells products with other times: kind, shape and dtype.
+        Names those that take the same time: kind, shape and dtype.
     x_rows : int
         Rows that are multiplied.
     device : torch.device
