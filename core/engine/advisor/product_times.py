@@ -104,9 +104,8 @@ def fastest_way(
     device : torch.device
         Where they lie.
     prepare : callable
-        Gets the rows to measure; returns each way, ready to be run, and leaves out those that
-        cannot run here, which the first can. Called only where the times are not known: they are
-        measured and kept as those of `fused_times`.
+        Gets the rows to measure; returns each way, ready to be run. Called only where the times are
+        not known: they are measured and kept as those of `fused_times`.
 
     Notes
     -----
@@ -115,7 +114,7 @@ def fastest_way(
     """
     product = f"{product} by {', '.join(names)}"
     times = _times(WAYS, names, product, x_rows, device, prepare)
-    return min([name for name in names if name in times], key=lambda name: times[name])
+    return min(names, key=lambda name: times[name])
 
 
 def _times(
@@ -157,9 +156,7 @@ def _measure(device: torch.device, ways: Mapping[str, Callable[[], object]]) -> 
 
 def _read(kind: str, key: str, names: tuple[str, ...]) -> dict[str, float] | None:
     found = read_cached(kind, key) or {}
-    # All but the usual way may be missing where ways cannot run.
-    needed = names if kind == FUSED else names[:1]
-    seconds = {name: found.get(name) for name in names if name in needed or name in found}
+    seconds = {name: found.get(name) for name in names}
     if all(isinstance(s, float) and math.isfinite(s) and s > 0 for s in seconds.values()):
         return seconds  # type: ignore[return-value]
     return None

@@ -90,19 +90,6 @@ def test_the_fastest_way_is_measured_once_and_kept_between_processes(cache, monk
     assert prepared == [4, 8, 4]
 
 
-def test_ways_that_cannot_run_are_left_out_of_what_is_kept(cache, monkeypatch):
-    prepared = []
-
-    def prepare(rows):
-        prepared.append(rows)
-        return {"usual": lambda: None}
-
-    for _ in range(2):
-        assert fastest_way(("usual", "refused"), "product", 4, CPU, prepare) == "usual"
-        monkeypatch.setattr("bitslab.engine.advisor.product_times._known", {})
-    assert prepared == [4]
-
-
 def test_a_product_that_waits_for_a_graph_does_not_hold_up_other_measurements(cache):
     """One thread measures and wants the lock of a graph, which plans hold that measure."""
     graph_lock, measuring, planned = threading.Lock(), threading.Event(), []
