@@ -4,7 +4,7 @@ python benchmarks/relational.py               # times, gradients included, and t
 python benchmarks/relational.py --only ratio  # how many rows each graph has, beside its edges
 python benchmarks/relational.py --only size memory  # of the programs, and of their values on a CPU
 python benchmarks/relational.py --only decode gpu --seconds-limit 180  # on a GPU, row by row
-python benchmarks/relational.py --only decode --schedules 0 1 2 3  # of packed products, in columns
+python benchmarks/relational.py --only decode --schedules 0 1 2  # of products, in columns
 python benchmarks/relational.py --only gpu --dtype bfloat16  # beside torch's grouped_mm too
 python benchmarks/relational.py --only passes --graphs AIFB AM  # without each pass
 python benchmarks/relational.py --only dims   # the layers at 32, 64 and 128 features, on a CPU
@@ -212,7 +212,7 @@ def main() -> None:
         type=int,
         choices=numbers,
         default=numbers,
-        help="of packed products",
+        help="of products, beside the usual one: tile rows, blocks",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.add_argument("--out", type=Path, help="file to write to as well")

@@ -30,6 +30,9 @@ pytest.register_assert_rewrite(
     "tests.engine.codecs.model",
 )
 
+#: Of torch. Measured times, and bits of sums, of other processes are of that number.
+THREADS = torch.get_num_threads()
+
 # Without a choice DGL writes one to the home folder when it is imported.
 os.environ.setdefault("DGLBACKEND", "pytorch")
 
@@ -147,6 +150,11 @@ def keep_what_is_there() -> None:
 
 
 def pytest_collection_finish() -> None:
+    if torch.get_num_threads() != THREADS:
+        raise pytest.UsageError(
+            f"torch had {THREADS} threads before tests were imported and has "
+            f"{torch.get_num_threads()} since: a module sets their number where all tests see it"
+        )
     keep_what_is_there()
 
 

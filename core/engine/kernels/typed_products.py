@@ -55,7 +55,6 @@ class ProductSchedule:
 #: The usual schedule, and those that are measured beside it.
 SCHEDULES = (
     ProductSchedule(coarsening=1, blocks=2, staged_rows=32),
-    ProductSchedule(coarsening=1, blocks=3, staged_rows=8),
     ProductSchedule(coarsening=1, blocks=4, staged_rows=8),
     ProductSchedule(coarsening=2, blocks=2, staged_rows=8),
 )
@@ -70,6 +69,17 @@ PRODUCT_DEFINES = {
     }
     for size in (2, 4)
 }
+
+
+def schedules_of(value_bytes: int, packed: bool) -> range:
+    """Return the numbers of the SCHEDULES of rows, plain or packed, of values of so many bytes.
+
+    Rebuilding a row takes registers: by a tile of several rows a thread it was never the fastest,
+    and packed values of 4 bytes leave too few for more blocks than usual (216 bytes are spilled).
+    """
+    if not packed:
+        return range(len(SCHEDULES))
+    return range(2 if value_bytes == 2 else 1)
 
 
 def product_settings(value_bytes: int, schedule: int) -> dict[str, int]:

@@ -12,12 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from bitslab.activations.disk import DiskRates
-
-# The team of OpenMP does not live on in a forked child.
-torch.set_num_threads(1)
 
 RATES = DiskRates(1 << 20, 2, 2, 1e9, 1e9, 1e9, 1e9, direct=True)
 #: Ways to end, with the signal, if it is one.

@@ -15,6 +15,7 @@ from bitslab.activations.disk import DiskTier
 from bitslab.errors import BitslabError
 from tests.activations.disk.processes import RATES, UNNOTICED, check_in_child, ended, files, in_use
 
+torch.set_num_threads(1)  # the team of OpenMP does not live on in a forked child
 folder = sys.argv[1]
 MIB = 1 << 20
 """

@@ -18,6 +18,7 @@ from ..typed_products import (
     TILE_COLUMNS,
     TILE_ROWS,
     PackedRows,
+    schedules_of,
 )
 from .parameters import Address, Int64, Parameters, Value, in_order
 from .product_source import RowSource, SharedMemory, SourceParameters, staged
@@ -134,13 +135,15 @@ class TypedGemmKernels:
         """Return whether there are kernels for rows of `depth` elements.
 
         Rows must fit shared memory, and be of PRODUCT_DTYPES. Packed ones are to have chunks of one
-        element, in one cluster, and rows of whole 16 bytes; schedules other than the usual one are
-        of those whose mask is a byte.
+        element, in one cluster, and rows of whole 16 bytes. Which schedules take rows says
+        `schedules_of`; of packed ones, another than the usual takes those whose mask is a byte.
         """
         if x.dtype not in PRODUCT_DTYPES:
             return False
         size = x.dtype.itemsize
         stage_words = 0
+        if schedule not in schedules_of(size, isinstance(x, PackedRows)):
+            return False
         if isinstance(x, PackedRows):
             shape = staged(x, schedule)
             if shape is None or (schedule and not has_byte_field(x.layout)):

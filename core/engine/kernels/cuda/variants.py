@@ -12,7 +12,7 @@ from ..blob_format import ZVC_UNIT_BYTES
 from ..format import CHUNK_BYTES, CODE_BITS
 from ..packed_products import LINEAR_SHAPES
 from ..tile_format import TILE_FORMATS
-from ..typed_products import PRODUCT_DEFINES, SCHEDULES
+from ..typed_products import PRODUCT_DEFINES, schedules_of
 from ..vector_chunks import VECTOR_KERNELS, VECTOR_NUMBERS
 from ..zfp_format import FLOAT_KINDS
 from .source import (
@@ -85,7 +85,7 @@ def all_variants() -> Iterator[AnyVariant]:
         (16, 1, torch.bfloat16),
     ):
         yield attend_variant(groups, rows, dtype, lossless=True)
-    yield from (typed_gemm_variant(w, i) for w in PRODUCT_DEFINES for i in range(len(SCHEDULES)))
+    yield from (typed_gemm_variant(w, i) for w in PRODUCT_DEFINES for i in schedules_of(w, False))
     yield from map(packed_linear_variant, LINEAR_SHAPES)
     yield from (segment_sums_variant(size, v) for size in (4, 8) for v in (1, 16 // size))
     for unit, pieces in COPY_PIECES.items():
@@ -126,6 +126,6 @@ def all_variants() -> Iterator[AnyVariant]:
         widest = widest_vector(width, True)
         for file in ("decode", "gather", "join", "typed_gemm"):
             yield Variant(file, width, 3, grouped, True, widest, True)
-        for i in range(1, len(SCHEDULES)):
+        for i in schedules_of(width, True)[1:]:
             yield Variant("typed_gemm", width, 3, grouped, True, widest, True, schedule=i)
         yield Variant("decode", width, 3, grouped, True, widest, True, counted=True)
