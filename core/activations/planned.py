@@ -2,9 +2,8 @@
 
 The first pass warms up, two are profiled, and those behind follow the plan. With a limit of
 memory all saved tensors are moved until there is a plan, since nobody knows yet what fits; without
-one they are kept, and on a GPU a pass in between is measured as a whole: its clocks are higher in a
-profiled pass, which leaves it idle. Two planned passes are compared with what was predicted, and
-again from time to time.
+one they are kept. Two planned passes are compared with what was predicted, again from time to time,
+and at first, without a limit, with two in turn with them in which everything is kept.
 """
 
 from __future__ import annotations
@@ -40,6 +39,7 @@ from .measured_link import measured_link
 from .measured_pass import MeasuredPass
 from .memory_limit import limit_bytes
 from .pass_record import PassPlan, PassRecord
+from .plain_passes import PlainPasses
 from .planned_passes import choice_of, packed_bytes, pass_plan
 from .planned_tiers import PlannedTiers
 from .policies import CHECKPOINT, KEEP, RAW, Choice, Codecs
@@ -54,8 +54,6 @@ from .traffic import SentBlob
 MOST_ATTEMPTS = 8
 #: A profiled pass that is not over after so many others is given up.
 PATIENCE_PASSES = 64
-#: By how much a plain pass on a GPU is taken to be longer than a profiled one, at most.
-MOST_PLAIN_FACTOR = 1.25
 #: Planned passes that are measured and not over, as those that fail are not, which are waited for.
 MOST_MEASURED = 8
 #: Passes from a plan to the next one because of larger tensors, at first; twice as many each time.
@@ -115,7 +113,7 @@ class PlannedPolicy:
         self._planned_on = torch.device("cpu")
         self._fits = False
         self.resting = RestingPasses()
-        self._profiling = False
+        self._without_plan = False
         self._passes = self._attempts = self._planned_passes = 0
         self._recording: tuple[PassRecord, StepRecorder, ModuleWatch | None, int] | None = None
         #: The profiled pass before, of two of which the shorter one's times count.
@@ -124,8 +122,7 @@ class PlannedPolicy:
         self._steps: list[MeasuredStep] = []
         self._compared: Correction | None = None
         self._corrections = 0
-        self._plain: MeasuredPass | None = None
-        self._plain_s = 0.0
+        self._plain = PlainPasses(may_keep=memory is None)
         #: Since the profile was made.
         self._followed = FollowedPlans()
         self._tried_without_moves = False
@@ -189,9 +186,9 @@ class PlannedPolicy:
         if self._withdrawn:
             return Choice(KEEP, "Kept: the plan was withdrawn.")
         plan, recorded = self.plan, self._recorded
-        if plan is None or recorded is None or self._profiling:
+        if plan is None or recorded is None or self._without_plan:
             if self._memory is None:
-                return Choice(KEEP, "Kept: not profiled yet.")
+                return Choice(KEEP, "Kept: plans are made from this pass, or compared with it.")
             return Choice(RAW, "Raw: moved until a step was profiled.")
         if site.name in recorded.views or site.name in recorded.unread:
             return Choice(KEEP, "Kept: a view of what another site saved, or never read.")
@@ -232,14 +229,15 @@ class PlannedPolicy:
             changed |= self._take_measured()
             changed |= self._take_refused()
             profiled = self._recording is None and self._profile_due(number)
-            if profiled and self._measures_plain():
-                self._plain = entered.profile = entered.watcher = MeasuredPass(self._device())
-                profiled = False
-            if profiled:
+            plain = self._plain_pass(profiled)
+            if plain is not None:
+                entered.profile = entered.watcher = plain
+            elif profiled:
                 self._record(entered, number)
-            changed |= profiled != self._profiling
-            self._profiling = profiled
-            if self.plan is not None and not self._withdrawn and not profiled:
+            without_plan = profiled or plain is not None
+            changed |= without_plan != self._without_plan
+            self._without_plan = without_plan
+            if self.plan is not None and not self._withdrawn and not without_plan:
                 if not self.plan.declined:
                     entered.plan = self._pass_plan
                     self._measure(entered)
@@ -259,11 +257,13 @@ class PlannedPolicy:
             return True
         return False
 
-    def _measures_plain(self) -> bool:
-        """Return whether a plain pass is to be measured before any is profiled."""
-        if self._memory is not None or self.plan is not None or self._plain is not None:
-            return False
-        return self._device().type == "cuda"
+    def _plain_pass(self, profiled: bool) -> MeasuredPass | None:
+        """Return what measures a pass that keeps everything; None for any other."""
+        if self.plan is None:
+            return self._plain.before_profile(self._device()) if profiled else None
+        if profiled or self.plan.declined or self._withdrawn:
+            return None
+        return self._plain.in_turn(self._planned_on, self._planned_passes)
 
     def _device(self) -> torch.device:
         """Return the device of most of what is saved."""
@@ -322,8 +322,7 @@ class PlannedPolicy:
         self._corrections = 0
         self._followed.clear()
         self._tried_without_moves = False
-        profile = recorded.profile.scaled(compute=self._plain_factor(recorded.profile))
-        self._plain_s = profile.step_s
+        profile = self._plain.use_profile(recorded.profile)
         if profile.link is not None:
             on_gpu = self._device().type == "cuda"
             behind = self._tiers.fields(profile, on_gpu=on_gpu)
@@ -339,12 +338,6 @@ class PlannedPolicy:
         unread = self._recorded.unread
         saved = recorder.saved_bytes.items()
         return any(n > known.get(name, 0) for name, n in saved if name not in unread)
-
-    def _plain_factor(self, profile: StepProfile) -> float:
-        """Return by how much longer a plain pass was than a profile's."""
-        if self._plain is None or not self._plain.is_over or not profile.step_s:
-            return 1.0
-        return min(max(self._plain.step().step_s / profile.step_s, 1.0), MOST_PLAIN_FACTOR)
 
     def _times(self, device: torch.device) -> Callable[..., tuple[float, float] | None]:
         """Return what predicts the seconds of codecs on a device."""
@@ -389,6 +382,7 @@ class PlannedPolicy:
         self._fits = plan.declined and share <= 1
         self.resting.begin(share)
         self._planned_passes = 0
+        self._plain.begin_plan()
         self._measuring.clear()
         self._steps.clear()
         if self._modules is not None:
@@ -471,7 +465,7 @@ class PlannedPolicy:
         found = compare(
             self.plan,
             self._steps,
-            plain_step_s=self._plain_s,
+            plain_step_s=self._plain.step_s,
             corrections=self._corrections,
             turn_s=self.profile.turn_s,
         )

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from bitslab.activations import measured_pass
 from bitslab.activations import planned as planned_module
@@ -19,6 +20,13 @@ from tests.activations.test_planned import blocks, check, follow, plan_of
 pytestmark = pytest.mark.usefixtures("quick_measuring", "one_thread")
 
 SLOW_S = 0.003
+
+
+def packable(profile: StepProfile) -> list[str]:
+    """Return the sites that a codec makes smaller."""
+    return [
+        s.site for s in profile.sites if "zvc+ibp" in s.packings and s.packings["zvc+ibp"].share < 1
+    ]
 
 
 def test_unpacking_is_no_compute_and_packing_is_the_forward_passes(
@@ -35,11 +43,7 @@ def test_unpacking_is_no_compute_and_packing_is_the_forward_passes(
         return Correction("holds", "The plan holds.")
 
     def choose(profile: StepProfile) -> Plan:
-        packed = [
-            s.site
-            for s in profile.sites
-            if "zvc+ibp" in s.packings and s.packings["zvc+ibp"].share < 1
-        ]
+        packed = packable(profile)
         assert packed
         return plan_of(profile, dict.fromkeys(packed, Candidate("device", "zvc+ibp")))
 
@@ -51,7 +55,7 @@ def test_unpacking_is_no_compute_and_packing_is_the_forward_passes(
     plans = follow(monkeypatch, choose)
     monkeypatch.setattr(planned_module, "compare", compare)
     monkeypatch.setattr(PackedCopy, "_made", slow)
-    offload = check(blocks, n=8, slowdown=0.1, codecs=["zvc+ibp"])
+    offload = check(blocks, n=10, slowdown=0.1, codecs=["zvc+ibp"])
     packed = sum(each.candidate.action == "device" for each in plans[0].sites)
     assert turns == [offload.step_profile.turn_s]
     assert len(measured) == 2 and len(reads) >= 2 * packed > 0
@@ -59,6 +63,39 @@ def test_unpacking_is_no_compute_and_packing_is_the_forward_passes(
         assert step.compute_s is not None and step.forward_compute_s is not None
         assert 0 < step.forward_compute_s < step.compute_s
         assert step.step_s - step.compute_s >= packed * SLOW_S
+    offload.detach()
+
+
+def test_a_plan_that_is_slower_than_keeping_all_is_withdrawn_where_profiled_steps_were_slow(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As while something else computes: the plan is faster than predicted then."""
+    made = PackedCopy._made
+
+    def model() -> nn.Module:
+        passes: list[nn.Module] = []
+
+        def begin(module: nn.Module, given: tuple[Any, ...]) -> None:
+            passes.append(module)
+            if len(passes) in (2, 3):  # those that are profiled
+                time.sleep(0.2)
+
+        slow_at_first: Any = blocks()
+        slow_at_first[0].register_forward_pre_hook(begin)
+        return slow_at_first
+
+    def choose(profile: StepProfile) -> Plan:
+        return plan_of(profile, dict.fromkeys(packable(profile), Candidate("device", "zvc+ibp")))
+
+    def slow(copy: PackedCopy) -> torch.Tensor:
+        time.sleep(SLOW_S)
+        return made(copy)
+
+    plans = follow(monkeypatch, choose)
+    monkeypatch.setattr(PackedCopy, "_made", slow)
+    offload = check(model, n=26, slowdown=0.1, codecs=["zvc+ibp"])
+    assert plans[0].prediction.step_s > 0.2
+    assert any("Withdrawn, everything is kept" in note for note in offload.report().notes)
     offload.detach()
 
 
@@ -138,7 +175,7 @@ def test_replays_are_measured_and_are_compute(monkeypatch: pytest.MonkeyPatch) -
     plans = follow(monkeypatch, choose)
     monkeypatch.setattr(planned_module, "compare", compare)
     monkeypatch.setattr(ReplayedCopy, "_made", slow)
-    offload = check(blocks, n=8, slowdown=0.1, codecs=[])
+    offload = check(blocks, n=10, slowdown=0.1, codecs=[])
     replayed = sum(each.candidate.action == "replay" for each in plans[0].sites)
     assert len(measured) == 2 and replayed
     for step in measured:

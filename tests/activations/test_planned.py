@@ -170,7 +170,7 @@ def test_replays_of_what_was_found_exact(
     rows = {site.unit.name: site for site in offload.report().sites}
     for each in replayed:
         assert rows[each.site].choice == "replay"
-        assert rows[each.site].tensors >= 6 - 3  # one warms up, two are profiled
+        assert rows[each.site].tensors >= 6 - 4  # one warms up, two are profiled, one keeps all
         assert rows[each.site].reason.startswith("Replayed in ")
     saved = sum(each.nbytes for each in replayed)
     assert plans[0].prediction.peak_bytes < plans[0].plain.peak_bytes - saved / 2
@@ -191,7 +191,7 @@ def test_blocks_with_swiglu_keep_a_quarter_fewer_bytes_by_replays_alone(
 
     follow(monkeypatch, choose)
     monkeypatch.setattr(planned_module, "compare", compare)
-    offload = check(blocks, n=8, slowdown=0.1)
+    offload = check(blocks, n=10, slowdown=0.1)
     assert choices_of(offload) == {"keep", "replay"}
     assert measured and all(step.peak_bytes <= 0.75 * KEPT_BYTES for step in measured)
 
@@ -269,8 +269,9 @@ def test_checkpointed_modules(dropout: float, monkeypatch: pytest.MonkeyPatch, h
     offload.detach()
 
     offload = bitslab.offload_activations(model, min_bytes=1024, slowdown=0.1)
-    list(steps(model, 5))
-    assert len(runs) == 5 + 2 + 1  # once more in each planned step, and once to see that it may
+    list(steps(model))
+    # Once more in each planned step (between them one keeps all), and once to see that it may.
+    assert len(runs) == 6 + 2 + 1
     offload.detach()
     assert not any("forward" in each.__dict__ for each in model.modules())
 
@@ -419,7 +420,7 @@ def test_the_backward_stage_fetches_what_is_read_first(
     follow(monkeypatch, choose)
     model = blocks()
     offload = bitslab.offload_activations(model, min_bytes=1024, slowdown=0.1, in_flight_bytes=0)
-    list(steps(model, 4))
+    list(steps(model, 8))
     before = offload.stats()["moved_in_bytes"]
     loss = model(torch.randn(ROWS, HIDDEN)).sum()
     assert offload.stats()["moved_in_bytes"] == before
