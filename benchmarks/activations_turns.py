@@ -5,8 +5,8 @@ turn, and inputs are fresh in each turn and the same for all. Of the ratios of a
 counts; that of plain training once more is what the machine's noise leaves.
 
 "nothing to do" has a limit far above the peak, "peak near its limit" one that the peak is nine
-tenths of, so that every step is looked at; "3%, disk" takes the least memory that the disk alone
-gives for 3 % of a step.
+tenths of, so that two steps of five are looked at; "3%, disk" takes the least memory that the disk
+alone gives for 3 % of a step.
 """
 
 from __future__ import annotations

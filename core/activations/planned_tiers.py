@@ -17,34 +17,42 @@ FULL_SHARE = 7 / 8
 COUNTED_BYTES = 64 << 20
 
 
-def rates_while_training(disk: DiskTier) -> DiskRates:
-    """Return what a disk carries: the probe's rates, or those of the steps so far if they are less.
+class RatesWhileTraining:
+    """What a disk carries: the probe's rates, or those of the latest steps if they are less.
 
-    As fast as its threads were while they moved anything: beside a training they wait for
+    As fast as its threads were while they moved anything: while a model trains they wait for
     processors and for Python's lock, and in profiled steps under a limit of memory they move all.
+
+    Parameters
+    ----------
+    disk : DiskTier
+        The disk.
     """
-    stats = disk.stats()
 
-    def rate(moved: str, moving: str, probed_bytes_per_s: float, threads: int) -> float:
-        nbytes, seconds = int(stats[moved]), float(stats[moving])
-        if nbytes < COUNTED_BYTES or seconds <= 0:
-            return probed_bytes_per_s
-        return min(probed_bytes_per_s, nbytes * threads / seconds)
+    def __init__(self, disk: DiskTier) -> None:
+        self._disk = disk
+        #: By direction what had been moved, and in how many seconds of threads, when that was last
+        #: enough to say how fast it is; and how fast it was.
+        self._counted: dict[str, tuple[int, float]] = {}
+        self._bytes_per_s: dict[str, float] = {}
 
-    return DiskRates(
-        rate(
-            "written_bytes",
-            "write_seconds",
-            disk.write_bytes_per_s,
-            sum(each.write_threads for each in disk.rates),
-        ),
-        rate(
-            "read_bytes",
-            "read_seconds",
-            disk.read_bytes_per_s,
-            sum(each.read_threads for each in disk.rates),
-        ),
-    )
+    def rates(self) -> DiskRates:
+        """Return the rates by now."""
+        disk, stats = self._disk, self._disk.stats()
+        writes, reads = disk.write_bytes_per_s, disk.read_bytes_per_s
+        return DiskRates(
+            self._rate("write", stats["written_bytes"], stats["write_seconds"], writes),
+            self._rate("read", stats["read_bytes"], stats["read_seconds"], reads),
+        )
+
+    def _rate(self, way: str, moved: int, seconds: float, probed_bytes_per_s: float) -> float:
+        before, before_s = self._counted.get(way, (0, 0.0))
+        nbytes, seconds_since = moved - before, seconds - before_s
+        if nbytes >= COUNTED_BYTES and seconds_since > 0:
+            threads = sum(getattr(each, f"{way}_threads") for each in self._disk.rates)
+            self._bytes_per_s[way] = nbytes * threads / seconds_since
+            self._counted[way] = moved, seconds
+        return min(probed_bytes_per_s, self._bytes_per_s.get(way, probed_bytes_per_s))
 
 
 class PlannedTiers:
@@ -67,6 +75,7 @@ class PlannedTiers:
         self._has_failed = False
         self._room_bytes = None if tiers.disk is None else tiers.disk.disk_bytes
         self._refused_bytes = 0
+        self._rates = None if tiers.disk is None else RatesWhileTraining(tiers.disk)
 
     def fields(self, profile: StepProfile, *, on_gpu: bool) -> dict[str, Any]:
         """Return the fields of a profile that say what there is behind the device.
@@ -82,7 +91,7 @@ class PlannedTiers:
             "host_bytes": host_bytes,
             "has_host_tier": self._tiers.host and (on_gpu or disk is None),
         }
-        if disk is None or self._failed_by_now():
+        if disk is None or self._rates is None or self._failed_by_now():
             return found
         both = [
             share
@@ -95,7 +104,7 @@ class PlannedTiers:
         if on_gpu:  # else what is read is in the device's memory already
             found["read_ahead_bytes"] = read_ahead_bytes(profile, host_bytes)
         return found | {
-            "disk": rates_while_training(disk),
+            "disk": self._rates.rates(),
             "disk_share_both_ways": min(1.0, sum(both) / len(both)),
             "disk_bytes": self._room_bytes,
             "write_bytes_per_s": disk.budget_bytes_per_s,

@@ -1,8 +1,8 @@
 """Passes without hooks: of a model whose plan changes nothing, with inputs like those of others.
 
 A planner that has nothing to do is to cost nothing: where all is kept, passes whose inputs were
-seen before are left to torch, but for one in some of each kind; for every second one where keeping
-all takes almost as much as the limit allows, since what branches a pass takes is not seen.
+seen before are left to torch, but for one in some of each kind; for two of five where keeping all
+takes almost as much as the limit allows, since what branches a pass takes is not seen.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ import torch
 
 from ..saved_hooks import present_hooks
 
-#: Of passes with inputs of a kind, one of so many is seen all the same: where a step's peak is at
-#: most `FAR_SHARE` of the limit, and where it is nearer, behind `NEAR_SEEN` that saved what was
-#: planned.
-SEEN_EVERY, SEEN_EVERY_NEAR = 16, 2
+#: Of passes with inputs of a kind, one of so many is seen all the same, by turns of the one number
+#: and the other: where a step's peak is at most `FAR_SHARE` of the limit, and where it is nearer,
+#: behind `NEAR_SEEN` that saved what was planned. Their sums are prime, so that of a step with
+#: several micro-batches each has its turn.
+SEEN_EVERY, SEEN_EVERY_NEAR = (16, 15), (2, 3)
 FAR_SHARE = 0.75
 NEAR_SEEN = 4
 #: Kinds of inputs that are known, and values of inputs that are looked at, at most.
@@ -64,8 +65,9 @@ class RestingPasses:
         if kind is None:
             return False
         key = hash((state, modes, kind))
-        unseen = self._unseen.get(key, self._every)
-        if unseen < self._every - 1:
+        every = self._every[self._seen.get(key, 0) % 2]
+        unseen = self._unseen.get(key, every)
+        if unseen < every - 1:
             self._unseen[key] = unseen + 1
             return True
         self._local.kind = key

@@ -64,6 +64,7 @@ class Stalls:
         before = now(self._device)
         mark.wait(stream)
         self.timed.append((tier, before, now(self._device)))
+        self.poll()  # or nobody does, where nothing is packed and no figures are asked for
 
     def waited(self, tier: StallTier, seconds: float) -> None:
         """Count a wait of the host."""

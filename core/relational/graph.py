@@ -214,6 +214,10 @@ class RelationalGraph:
         sizes = (num_nodes, num_nodes) if isinstance(num_nodes, int) else tuple(num_nodes)
         _check(edge_index, edge_type, sizes, num_relations)
         if node_types is not None:
+            if not isinstance(node_types, NodeTypes):
+                raise ArgumentTypeError(
+                    f"node_types: expected NodeTypes or None, got {type(node_types).__name__}"
+                )
             node_types.check(sizes, num_relations)
         self.node_types = node_types
         self.edge_index, self.edge_type = edge_index, edge_type

@@ -127,7 +127,8 @@ class KernelSteps:
                 for number, schedule in enumerate(SCHEDULES)
                 if self.kernels.typed.takes(rows, x.width, number)
             }
-        shape = (self.graph.rows(source.space).n, x.width, step.width)
+        read = x if index is None else source
+        shape = (self.graph.rows(read.space).n, x.width, step.width)
         return fastest_product(ways, shape, bounds, self.dtype, self.graph.device, index)
 
     def _typed(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ArgumentTypeError
 
 #: Spaces with a row for each type of the nodes at one end of edges, and the nodes of that end.
 TYPE_SPACES = {"src_type": "src", "dst_type": "dst"}
@@ -21,7 +22,7 @@ class NodeTypes:
     Attributes
     ----------
     bounds : tuple of int
-        The first node of each type, and the number of nodes.
+        The first node of each type, and the number of nodes; any sequence of integers is taken.
     src, dst : tuple of int
         For each relation the type of its edges' sources, and of their destinations; any where it
         has no edge.
@@ -30,6 +31,17 @@ class NodeTypes:
     bounds: tuple[int, ...]
     src: tuple[int, ...]
     dst: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        for name in ("bounds", "src", "dst"):
+            given = getattr(self, name)
+            try:
+                numbers = tuple(map(operator.index, given))
+            except TypeError as error:
+                raise ArgumentTypeError(
+                    f"{name}: {given!r:.60}, expected a sequence of int"
+                ) from error
+            object.__setattr__(self, name, numbers)
 
     @classmethod
     def of_names(

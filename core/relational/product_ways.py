@@ -58,8 +58,7 @@ def fastest_product(
     n, (n_source, depth, width) = bounds[-1], shape
     if not kernels:
         return None
-    usual = next(iter(kernels))
-    way = usual
+    way = next(iter(kernels))
     if n >= LARGE_ROWS and len(kernels) > 1 and can_measure(device):
         # Of rows that are read by index a part is drawn: a graph may have very many.
         drawn_rows = n_source if index is None else min(n_source, LARGE_ROWS)
@@ -77,8 +76,5 @@ def fastest_product(
         types = sum(low < high for low, high in itertools.pairwise(bounds)).bit_length()
         how = "in order" if index is None else f"by index of {drawn_rows.bit_length()} bits"
         product = f"{dtype} rows {how}, types of {types} bits, {depth} x {width}"
-        try:
-            way = fastest_way(tuple(kernels), product, n, device, prepare)
-        except torch.OutOfMemoryError:  # no room to measure
-            way = usual
+        way = fastest_way(tuple(kernels), product, n, device, prepare)
     return kernels[way](index)

@@ -415,7 +415,8 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
     def _equally_wide(self, x_dict: Any) -> dict[str, torch.Tensor]:
         """Return features that one program projects, by node type; none where PyG's layers do.
 
-        These are features of one width and dtype, and PyG's own layers without hooks.
+        These are features of one width and dtype, and PyG's own layers without hooks and with their
+        own `forward`.
         """
         rows = list(x_dict.values())
         plain = all([type(x) is torch.Tensor and x.ndim == 2 for x in rows])
@@ -430,6 +431,7 @@ class HGTConv(_Constructed, gnn.HGTConv):  # type: ignore[misc]
         used = [self.kqv_lin, *map(lins.__getitem__, features)]
         own = type(self.kqv_lin) is gnn.HeteroDictLinear
         own = own and all([type(lin) is gnn.Linear for lin in used[1:]])
+        own = own and not any(["forward" in vars(part) for part in used])
         if not own or any([getattr(part, kind) for part in used for kind in _OF_MODULES]):
             return {}
         return features

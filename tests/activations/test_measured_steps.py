@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -82,7 +82,7 @@ def test_a_plan_that_is_slower_than_keeping_all_is_withdrawn_where_profiled_step
 
         slow_at_first: Any = blocks()
         slow_at_first[0].register_forward_pre_hook(begin)
-        return slow_at_first
+        return cast(nn.Module, slow_at_first)
 
     def choose(profile: StepProfile) -> Plan:
         return plan_of(profile, dict.fromkeys(packable(profile), Candidate("device", "zvc+ibp")))

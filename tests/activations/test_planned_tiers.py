@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import torch
 import bitslab
 from bitslab.activations import measured_link, planned_tiers
 from bitslab.activations import planned as planned_module
+from bitslab.activations.disk import DiskRates as FolderRates
 from bitslab.activations.disk import DiskTier, PosixFile
 from bitslab.activations.measured_pass import MeasuredPass
 from bitslab.activations.planned_tiers import PlannedTiers
@@ -362,3 +364,20 @@ def test_a_profile_has_the_share_of_the_link_while_both_directions_are_used(
     assert profile is not None and profile.link is not None
     assert profile.link_share_both_ways == (1.0 if fails else 0.75)
     offload.detach()
+
+
+def test_how_fast_a_disk_is_is_that_of_the_latest_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planned_tiers, "COUNTED_BYTES", 100)
+    stats = {"written_bytes": 0, "write_seconds": 0.0, "read_bytes": 0, "read_seconds": 0.0}
+    own = FolderRates(1 << 20, 2, 3, 1e6, 1e6, 1e6, 1e6, direct=True)
+    disk: Any = SimpleNamespace(
+        stats=lambda: stats, rates=[own], write_bytes_per_s=1e6, read_bytes_per_s=1e6
+    )
+    rates = planned_tiers.RatesWhileTraining(disk)
+    assert rates.rates() == DiskRates(1e6, 1e6)
+    stats |= {"written_bytes": 100, "write_seconds": 1.0}  # a slow start
+    assert rates.rates() == DiskRates(200.0, 1e6)
+    stats |= {"written_bytes": 150, "write_seconds": 1.1, "read_bytes": 300, "read_seconds": 1.0}
+    assert rates.rates() == DiskRates(200.0, 900.0)  # too few were written since
+    stats |= {"written_bytes": 1100, "write_seconds": 2.0}
+    assert rates.rates() == DiskRates(2000.0, 900.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -79,3 +80,19 @@ def test_waits_of_a_gpus_stream_are_timed_by_events() -> None:
     torch.cuda.synchronize()
     stalls.poll()
     assert stalls.seconds("host") == waited and stalls.seconds("disk") < waited / 4
+
+
+class _Passed:
+    """Stands for an event of a GPU that has passed."""
+
+    def wait(self, stream: object) -> None:
+        pass
+
+
+def test_waits_that_are_over_are_forgotten_with_no_figures_asked_for() -> None:
+    stalls = Stalls(CPU)
+    stream: Any = object()
+    for _ in range(40 * TIMED_EVERY):
+        stalls.wait(_Passed(), "host", stream)  # type: ignore[arg-type]
+        assert len(stalls.timed) <= 1
+    assert stalls.seconds("host") > 0

@@ -252,6 +252,22 @@ def test_large_products_of_plain_rows_have_the_schedule_that_was_fastest(kernels
     assert all(torch.equal(out, found[0]) for out in found)
 
 
+@pytest.mark.parametrize("fuse", [True, False], ids=["fused", "gathered"])
+def test_as_many_rows_are_measured_as_the_product_reads(fuse, kernels, monkeypatch):
+    read = []
+    usual = product_ways.fastest_product
+
+    def fastest(ways, shape, bounds, dtype, device, index):
+        read.append((shape[0], bounds[-1] if index is None else int(index.max()) + 1))
+        return usual(ways, shape, bounds, dtype, device, index)
+
+    monkeypatch.setattr(kernel_steps, "fastest_product", fastest)
+    made = random_graph(0, 12, 12, 60, 9)
+    inputs = inputs_of("rgcn", made, torch.float32)
+    rgcn.compile(Passes(fuse=fuse, sides=False, compact=False))(made, *inputs.values())
+    assert read and all(there >= rows for there, rows in read)
+
+
 @pytest.mark.parametrize("kind", ["feature", "cache"])
 def test_cached_rows_are_gathered_first_where_that_was_faster(kind, kernels, monkeypatch):
     layer = PackedLayer(kind, monkeypatch)

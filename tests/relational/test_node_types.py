@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import bitslab.relational as rel
 from bitslab import CompressedTable
-from bitslab.errors import ArgumentError
+from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.relational import NodeTypes, Passes
 from bitslab.relational.trace import described
 from tests.relational.oracle import evaluate
@@ -156,3 +158,31 @@ def test_errors_name_what_is_wrong():
         @rel.program
         def crossed(g, x, weight):
             return rel.sum_to_dst(rel.typed_linear(g.dst(x), weight, g.src_type))
+
+
+def test_any_sequences_of_integers_are_bounds_and_types():
+    graph = typed_graph()
+    types = graph.node_types
+    given: Any = torch.tensor(types.bounds), list(types.src), np.array(types.dst)
+    lists = NodeTypes(*given)
+    assert lists == types and hash(lists) == hash(types)
+    lists.check((graph.num_src, graph.num_dst), graph.num_relations)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((0.0, 9.0), "bounds: .*, expected a sequence of int"),
+        (9, "bounds: 9, expected a sequence of int"),
+    ],
+    ids=["floats", "one"],
+)
+def test_bounds_that_are_no_integers_are_refused(given, message):
+    with pytest.raises(ArgumentTypeError, match=message):
+        NodeTypes(given, (0,), (0,))
+
+
+def test_node_types_of_another_kind_are_refused():
+    index, kinds = torch.zeros(2, 1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
+    with pytest.raises(ArgumentTypeError, match="node_types: expected NodeTypes or None, got tup"):
+        rel.RelationalGraph(index, kinds, 9, 1, node_types=(0, 9))  # type: ignore[arg-type]

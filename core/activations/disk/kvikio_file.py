@@ -77,12 +77,16 @@ class KvikioFile(PosixFile):
                 raise RuntimeError("the file system takes no O_DIRECT")
             self._handle = _threads.open_handle(self._fd)
             self._end = weakref.finalize(self, _close_handle, self._handle, self._process)
+            self._end.atexit = False  # as of files without a name
             _try_block(self._handle, self._fd)
             _threads.enter(self)
-        except Exception as error:  # of any kind: it is another package that loads
-            if isinstance(error, _UnansweredError) and self._end is not None:
-                self._end.detach()  # the call may still use it
+        except BaseException as error:
+            if self._end is not None and _is_unanswered(self._handle):
+                self._end.detach()
             self.close()
+            if not isinstance(error, Exception):  # an interruption
+                raise
+            # Of any kind: it is another package that loads.
             raise DiskError(
                 f"disk: {self.path}: kvikio cannot be used: {_first_line(error)}"
             ) from error
@@ -163,12 +167,12 @@ def _close_handle(handle: Any, process: int) -> None:
         handle.close()
 
 
-class _UnansweredError(RuntimeError):
-    """A call of kvikio's has not ended."""
+#: Of calls of kvikio's that have not ended the handle, and what they may still use.
+_unanswered: list[tuple[Any, object, HostBuffer]] = []
 
 
-#: What such calls may still use.
-_unanswered: list[object] = []
+def _is_unanswered(handle: Any) -> bool:
+    return any(each[0] is handle for each in _unanswered)
 
 
 def _try_block(handle: Any, fd: int) -> None:
@@ -179,11 +183,12 @@ def _try_block(handle: Any, fd: int) -> None:
     end = time.monotonic() + TRIAL_SECONDS
     for move, t in ((handle.pwrite, put), (handle.pread, got)):
         future = move(t.numpy(), ALIGN_BYTES, 0, ALIGN_BYTES)
+        _unanswered.append((handle, future, memory))
         while not future.done():
             if time.monotonic() > end:
-                _unanswered.append((handle, future, memory))
-                raise _UnansweredError(f"a block was not moved in {TRIAL_SECONDS:g} s")
+                raise RuntimeError(f"a block was not moved in {TRIAL_SECONDS:g} s")
             time.sleep(0.0005)
+        _unanswered[:] = [each for each in _unanswered if each[1] is not future]
         future.get()
     if not torch.equal(put, got):
         raise RuntimeError("a block came back other than it was written")

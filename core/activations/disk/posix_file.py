@@ -93,6 +93,8 @@ class PosixFile:
         self._closed = False
         self._bounces = threading.local()
         self._finalize = weakref.finalize(self, _release, self._fd, self.named, self._process)
+        # The system closes it behind all threads. One with a name is to lose that before.
+        self._finalize.atexit = self.named is not None
         call_after_fork(self)
 
     @property

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
@@ -136,6 +136,9 @@ class DiskRates:
             number = isinstance(value, int | float) and not isinstance(value, bool)
             if not number or not 0 < value < float("inf"):
                 raise ArgumentError(f"{field.name}: {value!r}, expected a positive number")
+        if self.file not in get_args(FileKind):
+            accepted = ", ".join(get_args(FileKind))
+            raise ArgumentError(f"file: {self.file!r}, accepted are {accepted}")
 
 
 def measure_rates(

@@ -145,7 +145,7 @@ class DiskTier:
         )
         self._begin()
         self._open_stripes()
-        # Last: at the interpreter's exit threads end before their files are closed.
+        # Last: at the interpreter's exit threads end before files with a name are closed.
         self._open_lanes()
         call_after_fork(self)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -23,6 +24,8 @@ REPEATS = 5
 #: that waits for its graph, while what plans that graph waits to measure another product.
 _locks: dict[tuple[str, str], threading.Lock] = {}
 _known: dict[tuple[str, str], dict[str, float]] = {}
+#: Products, rows and devices that there was no memory to measure in.
+_without_room: set[tuple[str, int, torch.device]] = set()
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,19 @@ def fastest_way(
     -----
     Any thread may call it; the second waits for the first that measures the same product. Not while
     a CUDA graph is captured.
+
+    A way that raises an error, but for the first one, is left out by this process, with a warning.
+    Without memory to measure in, the first one is returned, by this process always.
     """
     product = f"{product} by {', '.join(names)}"
-    times = _times(WAYS, names, product, x_rows, device, prepare)
+    unmeasured = product, measured_rows(x_rows), device
+    if unmeasured in _without_room:
+        return names[0]
+    try:
+        times = _times(WAYS, names, product, x_rows, device, prepare)
+    except torch.OutOfMemoryError:
+        _without_room.add(unmeasured)
+        return names[0]
     return min(names, key=lambda name: times[name])
 
 
@@ -134,18 +147,32 @@ def _times(
         found = _known.get((kind, key)) or _read(kind, key, names)
         if found is None:
             found = _measure(device, prepare(rows))
-            write_cached(kind, key, found)
+            if all(map(math.isfinite, found.values())):
+                write_cached(kind, key, found)
         _known[kind, key] = found
     return found
 
 
 def _measure(device: torch.device, ways: Mapping[str, Callable[[], object]]) -> dict[str, float]:
-    seconds = {}
+    seconds: dict[str, float] = {}
     # Of the caller's stream: what is allocated on another one would be kept for that one.
     flushed = torch.empty(FLUSHED_BYTES[device.type], dtype=torch.uint8, device=device)
     with own_stream(device):
         for name, work in ways.items():
-            work()  # compiles
+            try:
+                work()  # compiles
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:
+                if not seconds:  # without the first one there is none to go on with
+                    raise
+                seconds[name] = math.inf
+                warnings.warn(
+                    f"bitslab: a product goes without {name!r}, which cannot run: {error}",
+                    UserWarning,
+                    stacklevel=2,
+                )
+                continue
             runs = []
             for _ in range(REPEATS):
                 flushed.zero_()

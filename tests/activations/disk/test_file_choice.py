@@ -220,6 +220,31 @@ def test_kvikio_that_does_not_answer_keeps_what_it_was_given(package: Path, tmp_
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
+INTERRUPTED = """
+import os, sys
+from bitslab.activations.disk import KvikioFile, kvikio_file
+folder, packages = sys.argv[1:]
+sys.path.insert(0, packages)
+try:
+    KvikioFile(folder)
+except KeyboardInterrupt:
+    pass
+(handle, _, memory), = kvikio_file._unanswered
+os.fstat(handle.fileno())
+assert len(memory.tensor) == 2 * 4096
+print("done")
+"""
+
+
+def test_an_interruption_leaves_kvikio_what_it_was_given(package: Path, tmp_path: Path) -> None:
+    interrupted = "(_ for _ in ()).throw(KeyboardInterrupt)"
+    (package / "__init__.py").write_text(PACKAGE.format(answers=interrupted))
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    done = run_forked(["-c", INTERRUPTED, folder, package.parent])
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
+
+
 IMPORTS = """
 import sys
 sys.path.insert(0, sys.argv[2])

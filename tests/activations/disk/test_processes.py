@@ -104,3 +104,32 @@ def test_forked_child_has_files_of_its_own(tmp_path: Path) -> None:
     done = run_forked(["-c", FORK, tmp_path])
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
     assert not list(tmp_path.iterdir())
+
+
+AT_REST = (
+    BEGIN
+    + """
+from bitslab.activations.disk import PosixFile
+
+class Slow(PosixFile):
+    def write(self, offset, data):
+        time.sleep(0.3)
+        try:
+            super().write(offset, data)
+        except BaseException as error:
+            os.write(1, f"failed: {error}".encode())
+            raise
+
+tier = DiskTier(folder, rates=RATES, open_file=Slow)
+tier.rest()
+tickets = [tier.store(tier.host_buffer(MIB).fill_(i)) for i in range(6)]
+time.sleep(0.05)
+print("done", flush=True)
+"""
+)
+
+
+def test_files_are_open_as_long_as_threads_write_behind_a_rest(tmp_path: Path) -> None:
+    """Their number may be that of another file otherwise, which something else has opened."""
+    done = run_forked(["-c", AT_REST, tmp_path])
+    assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr

@@ -117,3 +117,5 @@ def test_folders_and_figures_are_checked(tmp_path: Path) -> None:
     for field in dataclasses.fields(DiskRates)[:7]:
         with pytest.raises(ArgumentError, match=f"{field.name}: 0, expected a positive number"):
             DiskRates(**(dataclasses.asdict(KNOWN) | {field.name: 0}))
+    with pytest.raises(ArgumentError, match="file: 'gds', accepted are posix, kvikio"):
+        dataclasses.replace(KNOWN, file="gds")  # type: ignore[arg-type]

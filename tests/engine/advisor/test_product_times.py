@@ -17,6 +17,7 @@ CPU = torch.device("cpu")
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("BITSLAB_CACHE", str(tmp_path))
     monkeypatch.setattr("bitslab.engine.advisor.product_times._known", {})
+    monkeypatch.setattr("bitslab.engine.advisor.product_times._without_room", set())
     return tmp_path
 
 
@@ -149,3 +150,39 @@ def test_times_are_those_of_torchs_version(cache, monkeypatch):
         monkeypatch.setattr(torch, "__version__", version)
         fastest_way(("usual",), "product", 4, CPU, prepare)
     assert len(prepared) == 2
+
+
+def test_a_way_that_cannot_run_is_left_out_with_a_warning_and_tried_by_the_next_process(
+    cache, monkeypatch
+):
+    def broken():
+        raise RuntimeError("too many resources requested for launch")
+
+    prepared = []
+
+    def prepare(rows):
+        prepared.append(rows)
+        return {"usual": lambda: time.sleep(0.002), "broken": broken, "fast": lambda: None}
+
+    names = ("usual", "broken", "fast")
+    with pytest.warns(UserWarning, match="a product goes without 'broken', which cannot run: too"):
+        assert fastest_way(names, "product", 4, CPU, prepare) == "fast"
+    assert fastest_way(names, "product", 4, CPU, prepare) == "fast" and prepared == [4]
+    monkeypatch.setattr("bitslab.engine.advisor.product_times._known", {})
+    with pytest.warns(UserWarning, match="without 'broken'"):
+        fastest_way(names, "product", 4, CPU, prepare)
+    assert prepared == [4, 4]
+    with pytest.raises(RuntimeError, match="too many resources"):
+        fastest_way(("usual",), "another", 4, CPU, lambda rows: {"usual": broken})
+
+
+def test_without_memory_to_measure_in_the_first_way_is_taken_and_none_tried_again(cache):
+    prepared = []
+
+    def prepare(rows):
+        prepared.append(rows)
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    for _ in range(3):
+        assert fastest_way(("usual", "fast"), "product", 4, CPU, prepare) == "usual"
+    assert prepared == [4]

@@ -172,6 +172,23 @@ def test_hgt_keeps_hooks_of_its_projections(kind, counted_products):
     assert not counted_products
 
 
+@pytest.mark.parametrize("part", ["kqv_lin", "one of its layers"])
+def test_hgt_calls_a_replaced_forward_of_its_projections(part, counted_products):
+    """As accelerate replaces them."""
+    x, edges = of_one_width()
+    plain, ours = both("HGTConv", 8, 8, METADATA)
+    for layer in (plain, ours):
+        module = layer.kqv_lin if part == "kqv_lin" else layer.kqv_lin.lins["paper"]
+
+        def replaced(*given, own=module.forward):
+            out = own(*given)
+            return {k: 2 * v for k, v in out.items()} if isinstance(out, dict) else 2 * out
+
+        module.forward = replaced
+    compare(plain, ours, x, edges)
+    assert not counted_products
+
+
 def test_hgt_with_lazy_sizes_and_missing_edge_types():
     x, edges = hetero()
     plain, ours = both_lazy()

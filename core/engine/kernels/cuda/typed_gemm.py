@@ -73,8 +73,6 @@ class TypedTiles:
     ----------
     tiles : torch.Tensor
         int64 ``[tiles, 3]``: type, first row, and the end of the type's rows, of TILE_ROWS each.
-    coarse : torch.Tensor
-        int64 ``[tiles, 3]``: the same of tiles of twice as many rows.
     chunks : torch.Tensor
         int64 ``[chunks, 2]``: first tile of each, all of one type, and the end of its tiles. Each
         type has one or more; one without rows has one of no tile.
@@ -83,19 +81,24 @@ class TypedTiles:
     """
 
     tiles: torch.Tensor
-    coarse: torch.Tensor
     chunks: torch.Tensor
     chunk_starts: torch.Tensor
+    _ends: torch.Tensor
 
     @classmethod
     def of(cls, bounds: list[int], device: torch.device) -> TypedTiles:
         """Return the tiles of types whose rows begin at `bounds`, which has their end too."""
         ends = torch.tensor(bounds, dtype=torch.int64)
-        (tiles, first_tile), (coarse, _) = (_tiles(ends, n * TILE_ROWS) for n in (1, 2))
+        tiles, first_tile = _tiles(ends, TILE_ROWS)
         of_chunk, chunk_begins, chunk_starts = _cut(first_tile, CHUNK_TILES, least=1)
         last = torch.minimum(chunk_begins + CHUNK_TILES, first_tile[1:][of_chunk])
         chunks = torch.stack([chunk_begins, last], 1)
-        return cls(tiles.to(device), coarse.to(device), chunks.to(device), chunk_starts.to(device))
+        return cls(tiles.to(device), chunks.to(device), chunk_starts.to(device), ends)
+
+    @functools.cached_property
+    def coarse(self) -> torch.Tensor:
+        """int64 ``[tiles, 3]``: as `tiles`, of twice as many rows each; few products use them."""
+        return _tiles(self._ends, 2 * TILE_ROWS)[0].to(self.tiles.device)
 
 
 def _tiles(ends: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
