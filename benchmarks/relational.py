@@ -3,6 +3,7 @@
 python benchmarks/relational.py               # times, gradients included, and the making of plans
 python benchmarks/relational.py --only ratio  # how many rows each graph has, beside its edges
 python benchmarks/relational.py --only size memory  # of the programs, and of their values on a CPU
+python benchmarks/relational.py --only plans  # of new graphs and sampled blocks, CPU or GPU
 python benchmarks/relational.py --only decode gpu --seconds-limit 180  # on a GPU, row by row
 python benchmarks/relational.py --only decode --schedules 0 1 2  # of products, in columns
 python benchmarks/relational.py --only gpu --dtype bfloat16  # beside torch's grouped_mm too
@@ -189,10 +190,12 @@ def main() -> None:
     parser.add_argument(
         "--only",
         nargs="+",
-        choices=["cpu", "ratio", "size", "memory", "dims", "passes", "gpu", "decode"],
+        choices=["cpu", "ratio", "size", "memory", "plans", "dims", "passes", "gpu", "decode"],
         default=["cpu", "ratio"],
     )
-    parser.add_argument("--repetitions", type=int, default=7, help="of times on a CPU")
+    parser.add_argument(
+        "--repetitions", type=int, default=7, help="of times on a CPU, and of plans"
+    )
     parser.add_argument(
         "--graphs", nargs="+", help="mag-0.1, kinships, umls, nations; of other parts those drawn"
     )
@@ -240,6 +243,13 @@ def main() -> None:
         import relational_size
 
         tables |= {"size": relational_size.sizes, "memory": relational_size.memory}[name]()
+    if "plans" in arguments.only:
+        import relational_plans
+
+        device = torch.device("cpu" if on_a_cpu else "cuda")
+        name = f"{torch.get_num_threads()} threads" if on_a_cpu else torch.cuda.get_device_name()
+        measured = relational_plans.plans(DIM, arguments.repetitions, device)
+        tables[f"Plans of new graphs, dims {DIM}, on {name}"] = measured
     if "ratio" in arguments.only:
         tables["Rows over edges"] = counted(arguments.graphs)
     if "cpu" in arguments.only:

@@ -99,3 +99,20 @@ def test_rows_of_a_plan_are_counted_by_where_they_stand(benchmark):
     of_rows, of_nodes = size.rows_bytes(made, program, inputs)
     assert of_nodes == 104 * 8 * 4  # the sums alone
     assert of_rows == made.rows("pair_src").n * 8 * 4
+
+
+def test_plans_of_new_graphs_are_timed(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    plans = importlib.import_module("relational_plans")
+    draw = torch.Generator().manual_seed(0)
+
+    def block():
+        edges = torch.stack([torch.randint(n, (300,), generator=draw) for n in (40, 20)])
+        graph = plans.Graph(edges, torch.randint(5, (300,), generator=draw), {})
+        graph.relations = 5
+        return graph, (40, 20)
+
+    made = [block() for _ in range(5)]
+    row = plans.row("block", "RGCN", plans.TYPED_SUM, made, 8, torch.device("cpu"))
+    assert row["edges"] == 300 and row["graph"] == "mag-0.1, blocks of 1,024 papers, fanout 10"
+    assert all(row[f"{what} ms"] > 0 for what in ("plan", "first call", "later call"))
