@@ -59,7 +59,7 @@ WAYS = (
 )  # fmt: skip
 #: Steps before those that are timed, and more where they are short: of the planner until its plans
 #: were compared.
-WARM_STEPS = {"planned": 20, "compile": 3}
+WARM_STEPS = {"planned": 24, "compile": 3}
 LIMIT_SHARE, SLOWDOWN = 0.55, 0.03
 #: Before the name of a peer: planned with its peak as the limit.
 AT_PEAK = "planned at the peak of "

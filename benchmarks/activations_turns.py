@@ -35,7 +35,7 @@ NEAR_SHARE = 0.9
 #: Of a step, what moving to the disk may cost.
 SLOWDOWN = 0.03
 #: Until plans are there, and compared or declined.
-WARM_STEPS = 16
+WARM_STEPS = 24
 
 
 def timed(model: nn.Module, x: torch.Tensor) -> tuple[float, float]:
