@@ -9,6 +9,8 @@ from .measured_pass import MeasuredPass
 
 #: By how much a plain pass on a GPU is taken to be longer than a profiled one, at most.
 MOST_PLAIN_FACTOR = 1.25
+#: Memory that is to be there for a pass in turn with a plan's, over the peak of one that keeps all.
+ROOM = 1.1
 
 
 class PlainPasses:
@@ -49,12 +51,24 @@ class PlainPasses:
         """Measure in turn with a plan that is followed from now on."""
         self._in_turn.clear()
 
-    def in_turn(self, device: torch.device, planned_passes: int) -> MeasuredPass | None:
+    def in_turn(
+        self, device: torch.device, planned_passes: int, peak_bytes: float
+    ) -> MeasuredPass | None:
         """Return what measures the next pass, if it is to keep all: one before each compared one.
 
-        `planned_passes` have followed the plan so far, of which the first is not compared.
+        Parameters
+        ----------
+        device : torch.device
+            The device.
+        planned_passes : int
+            Have followed the plan so far, of which the first is not compared.
+        peak_bytes : float
+            Of the device, what a pass takes that keeps all. A GPU needs room for it, and for what
+            plans have allocated since it was profiled.
         """
         if not self._may_keep or len(self._in_turn) >= min(planned_passes, COMPARED_STEPS):
+            return None
+        if device.type == "cuda" and _own_bytes(device) < ROOM * peak_bytes:
             return None
         self._in_turn.append(MeasuredPass(device))
         return self._in_turn[-1]
@@ -64,3 +78,8 @@ class PlainPasses:
         """Seconds of the fastest one, or of the profile's step where none is over."""
         measured = [each.step().step_s for each in self._in_turn if each.is_over]
         return min(measured, default=self._profiled_s)
+
+
+def _own_bytes(device: torch.device) -> int:
+    """Return the bytes of a GPU that torch has, in use or not, or can have."""
+    return int(torch.cuda.mem_get_info(device)[0]) + torch.cuda.memory_reserved(device)

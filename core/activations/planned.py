@@ -263,7 +263,8 @@ class PlannedPolicy:
             return self._plain.before_profile(self._device()) if profiled else None
         if profiled or self.plan.declined or self._withdrawn:
             return None
-        return self._plain.in_turn(self._planned_on, self._planned_passes)
+        peak_bytes = self.plan.plain.peak_bytes
+        return self._plain.in_turn(self._planned_on, self._planned_passes, peak_bytes)
 
     def _device(self) -> torch.device:
         """Return the device of most of what is saved."""

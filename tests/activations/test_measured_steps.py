@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from bitslab.activations import measured_pass
+from bitslab.activations import measured_pass, plain_passes
 from bitslab.activations import planned as planned_module
 from bitslab.activations.local_copies import PackedCopy, ReplayedCopy
 from bitslab.activations.measured_pass import MeasuredPass
@@ -97,6 +97,23 @@ def test_a_plan_that_is_slower_than_keeping_all_is_withdrawn_where_profiled_step
     assert plans[0].prediction.step_s > 0.2
     assert any("Withdrawn, everything is kept" in note for note in offload.report().notes)
     offload.detach()
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "measured"), [(40, False), (80, True)], ids=["no room", "room"]
+)
+def test_a_gpu_without_room_for_it_runs_no_pass_that_keeps_all_behind_a_plan(
+    free_bytes: int, measured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Plans have allocated since; where too little is left, the profile says what it would take."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free_bytes, 1000))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 40)
+    monkeypatch.setattr(plain_passes, "MeasuredPass", lambda device: SimpleNamespace(is_over=False))
+    passes = plain_passes.PlainPasses(may_keep=True)
+    gpu = torch.device("cuda", 0)
+    assert passes.in_turn(gpu, 0, 100.0) is None  # the plan's first one fills pools
+    assert (passes.in_turn(gpu, 1, 100.0) is not None) == measured
+    assert passes.in_turn(gpu, 1, 100.0) is None
 
 
 class _Clock:
