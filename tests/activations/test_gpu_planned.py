@@ -85,7 +85,7 @@ def train(model: nn.Module, n: int = 8) -> list[torch.Tensor]:
     return found + [p.detach().clone() for p in model.parameters()]
 
 
-def check(n: int = 8, **options: Any) -> Any:
+def check(n: int = 12, **options: Any) -> Any:
     expected = train(layers(), n)
     model = layers()
     offload = bitslab.offload_activations(model, min_bytes=1 << 16, **options)
