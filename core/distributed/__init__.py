@@ -19,6 +19,7 @@ from .bounds import (
 )
 from .collective import all_to_all_single
 from .faults import ExchangeError
+from .function import TablesInFlight
 from .plan import Table
 from .work import ExchangeWork
 
@@ -29,6 +30,7 @@ __all__ = [
     "ExchangeError",
     "ExchangeWork",
     "Table",
+    "TablesInFlight",
     "all_to_all_single",
     "bound_classes",
     "constant",

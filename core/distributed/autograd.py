@@ -13,7 +13,6 @@ import torch.distributed as dist
 from ..devices import checked_device
 from ..engine.codecs import check_tensor_argument
 from ..engine.codecs.base import check_integer
-from ..engine.kernels.vector_format import KINDS
 from ..errors import ArgumentError, ArgumentTypeError, CorruptedDataError
 from ..tracing import not_traced
 from .bounds import ErrorBound, checked_bound
@@ -28,18 +27,17 @@ from .checks import (
     device_of_group,
     refuse_capture,
     repeats_of,
-    rows_of,
     sizes_by_table,
     sizes_of,
 )
-from .function import AllToAllFunction
-from .layout import Kept, Layout, Memory, Rows
-from .messages import REFERENCES, Array, Repeats
-from .parts import Call, CallPlan, Given, Part, Sums, layout_of, plan_of, spread_to_copies, sums_of
+from .function import AllToAllFunction, TablesInFlight
+from .layout import Kept
+from .messages import Array
+from .parts import Call, CallPlan, Given, plan_of
+from .passes import InFlight, Passes
 from .plan import Bound, Table, check_bounds_of, either_bound, row_elements_of, states_of
 from .rounding import GradientRounder
 
-FORWARD, BACKWARD = 0, 1
 VERSION = 3
 
 
@@ -47,7 +45,8 @@ class CompressedAllToAll:
     """An all-to-all of rows that autograd knows: gradients go back compressed, too.
 
     Tensors on the CPU cross by gloo. Those on a GPU are coded there and cross by NCCL, on a stream
-    and a communicator of their own; calls with `row_ids` or `error_feedback` wait for the GPU.
+    and a communicator of their own; calls with `error_feedback` wait for the GPU, and with `row_ids`
+    those that decide.
     Calls that torch's own collective served are counted in `stats` as ``plain_calls``.
 
     Parameters
@@ -110,8 +109,6 @@ class CompressedAllToAll:
     0.02
     """
 
-    _inside: object | None = None  # the call that is in an exchange
-
     def __init__(
         self,
         group: dist.ProcessGroup | None = None,
@@ -169,7 +166,7 @@ class CompressedAllToAll:
             buffer_bytes=buffer_bytes,
         )
         self._plans = Kept[CallPlan]()
-        self._backward_calls = 0
+        self._passes = Passes(self._caller, self._rounder, self.backward_bound)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedAllToAll:
         """Return another one of the same group and state, as all ranks do; it counts anew."""
@@ -283,6 +280,67 @@ class CompressedAllToAll:
         ExchangeError
             As for one tensor.
         """
+        group, call, tensors = self._tables_call(
+            inputs, output_split_sizes, input_split_sizes, row_ids, received_ids
+        )
+        found = zip(self._states, self._apply(group, call, tensors), strict=True)
+        return {name: t for name, t in found if name in output_split_sizes}
+
+    @not_traced
+    def begin_tables(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        output_split_sizes: Mapping[str, Sequence[int]],
+        input_split_sizes: Mapping[str, Sequence[int]],
+        *,
+        row_ids: Mapping[str, torch.Tensor] | None = None,
+        received_ids: Mapping[str, torch.Tensor] | None = None,
+    ) -> TablesInFlight:
+        """Begin what `exchange_tables` does, and return at once.
+
+        Gradients begin to go back where autograd comes to what `TablesInFlight.wait` returned, and
+        are waited for where it comes to what was given here: what it differentiates between the two
+        is worked out meanwhile. Rows on the CPU cross in a thread with a communicator of its own,
+        which all ranks of the group make in their first such call: where one rank calls this, all
+        do. Several may be under way, also of several objects: all ranks begin them in one order,
+        and wait for them in one, by which their gradients go back.
+
+        Parameters
+        ----------
+        inputs, output_split_sizes, input_split_sizes, row_ids, received_ids
+            As for `exchange_tables`. Inputs are not to be changed until ``wait()`` returned.
+
+        Returns
+        -------
+        TablesInFlight
+            Whose ``wait()`` returns the rows that came, by table.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            When an argument is not as for `exchange_tables`, before anything is sent.
+        """
+        group, call, tensors = self._tables_call(
+            inputs, output_split_sizes, input_split_sizes, row_ids, received_ids, async_op=True
+        )
+        self._caller.faults.check()
+        names = [name if name in output_split_sizes else None for name in self._states]
+        found = TablesInFlight(InFlight(self._passes, group, call), names, tensors)
+        if torch.is_grad_enabled():
+            self.iteration += 1
+        return found
+
+    def _tables_call(
+        self,
+        inputs: Mapping[str, torch.Tensor],
+        output_split_sizes: Mapping[str, Sequence[int]],
+        input_split_sizes: Mapping[str, Sequence[int]],
+        row_ids: Mapping[str, torch.Tensor] | None,
+        received_ids: Mapping[str, torch.Tensor] | None,
+        *,
+        async_op: bool = False,
+    ) -> tuple[dist.ProcessGroup, Call, list[torch.Tensor]]:
+        """Return a call of planned tables, checked, and their rows."""
         if not self._planned:
             raise ArgumentError("inputs: tables, none were planned; give tables=")
         group = checked_group(self.group)
@@ -313,9 +371,9 @@ class CompressedAllToAll:
             given,
             [row_ids.get(name) for name in self._states] if row_ids else None,
             [received_ids.get(name) for name in self._states] if received_ids else None,
+            async_op=async_op,
         )
-        found = zip(self._states, self._apply(group, call, tensors), strict=True)
-        return {name: t for name, t in found if name in output_split_sizes}
+        return group, call, tensors
 
     def _device_of(
         self, inputs: Mapping[str, torch.Tensor], group: dist.ProcessGroup
@@ -333,6 +391,8 @@ class CompressedAllToAll:
         given: list[Given],
         row_ids: Sequence[torch.Tensor | None] | None,
         received_ids: Sequence[torch.Tensor | None] | None,
+        *,
+        async_op: bool = False,
     ) -> Call:
         """Return a call, checked; what its sizes say is known where an earlier one had the same."""
         refuse_capture(given[0].rows)
@@ -343,35 +403,29 @@ class CompressedAllToAll:
             if plan is None:
                 check_backend(group, given[0].rows.device, self._caller.codec)
                 plan = self._plans.keep(key, plan_of(group, given, self._caller.copied_rank(group)))
+            self._check_ids(plan, given, row_ids)
             return Call(
                 plan,
-                self._repeats(plan, given, row_ids),
+                list(row_ids or ()),
                 self._received_ids(plan, received_ids),
                 summed_back=row_ids is not None and torch.is_grad_enabled(),
                 iteration=self.iteration,
             )
         except Exception as error:
-            self._caller.fail_call(group, given[0].rows.device, FORWARD, error)
+            self._passes.fail(group, given[0].rows.device, error, async_op=async_op)
             raise
 
-    def _repeats(
+    def _check_ids(
         self,
         plan: CallPlan,
         given: Sequence[Given],
         row_ids: Sequence[torch.Tensor | None] | None,
-    ) -> list[list[Repeats | None] | None]:
-        """Return by table which of its rows share an id."""
-        found: list[list[Repeats | None] | None] = [None] * len(given)
-        for number, of_rows in enumerate(row_ids or ()):
-            if of_rows is None:
-                continue
-            if self._pieces > 1:
+    ) -> None:
+        """Refuse ids that do not fit their rows; what they hold is looked at by the pass."""
+        for part, each, ids in zip(plan.parts, given, row_ids or (), strict=False):
+            if ids is not None and self._pieces > 1:
                 raise ArgumentError(f"row_ids: given with pieces={self._pieces}")
-            part, name = plan.parts[number], given[number].state.name
-            needed = self._caller.looks_at_rows(FORWARD)
-            rows = rows_of(given[number].rows, part.row)
-            found[number] = repeats_of(name, rows, part.send_rows, of_rows, needed=needed)
-        return found
+            repeats_of(each.state.name, each.rows, part.send_rows, ids, needed=False)
 
     def _received_ids(
         self, plan: CallPlan, received_ids: Sequence[torch.Tensor | None] | None
@@ -393,7 +447,7 @@ class CompressedAllToAll:
         self, group: dist.ProcessGroup, call: Call, tensors: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         found: tuple[torch.Tensor, ...] = AllToAllFunction.apply(  # type: ignore[no-untyped-call]
-            self, group, call, *tensors
+            self._passes, group, call, *tensors
         )
         if torch.is_grad_enabled():
             self.iteration += 1
@@ -431,12 +485,13 @@ class CompressedAllToAll:
         dict
             The iteration, the number of backward passes, by table its class and how it is written,
             what was decided, and what error feedback keeps, as tensors. Classes and feedback are of
-            this rank: each saves its own.
+            this rank: each saves its own. It waits for what `begin_tables` began.
         """
+        self._passes.wait()
         return {
             "version": VERSION,
             "iteration": self.iteration,
-            "backward_calls": self._backward_calls,
+            "backward_calls": self._passes.backward_calls,
             "tables": {name: state.state_dict() for name, state in self._states.items()},
             "decision": self._caller.decision.state_dict(),
             "feedback": self._rounder.state_dict(),
@@ -466,134 +521,4 @@ class CompressedAllToAll:
         for name, of_table in tables.items():
             self._states[name].load_state_dict(of_table)
         self._rounder.load_state_dict(feedback, row_elements_of(self._states))
-        self.iteration, self._backward_calls = counts
-
-    def send_forward(
-        self, group: dist.ProcessGroup, call: Call, tensors: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        """Exchange rows forward; return what came, ``[M, row]``, and keep in the call how."""
-        plan, device = call.plan, tensors[0].device
-        try:
-            memory = plan.forward.memory_on(device)
-            rows = self._rows(call, tensors, memory)
-        except Exception as error:
-            self._caller.fail_call(group, device, FORWARD, error)
-            raise
-        self._exchange(group, rows, plan.parts, FORWARD, plan.forward)
-        call.repeats = [each.repeats for each in rows]
-        call.places = [each.places for each in rows]
-        return memory.received
-
-    def _rows(self, call: Call, tensors: Sequence[torch.Tensor], memory: Memory) -> list[Rows]:
-        """Return rows as they are sent forward, with their bounds."""
-        plan, rows = call.plan, []
-        looked_at: bool | None = None  # asked once, where a table has a bound
-        for number, (part, t) in enumerate(zip(plan.parts, tensors, strict=True)):
-            flat, bound, relative = rows_of(t, part.row), 0.0, False
-            if part.state.bound is not None:
-                if looked_at is None:
-                    looked_at = self._caller.looks_at_rows(FORWARD)
-                if looked_at:
-                    bound, relative = part.state.bound_of(flat, call.iteration)
-            rows.append(
-                Rows(
-                    flat,
-                    memory.received[number],
-                    part.send_rows,
-                    part.receive_rows,
-                    bound,
-                    relative,
-                    REFERENCES,
-                    call.repeats[number],
-                    part.state.name,
-                    memory.parts[number],
-                    memory.whole[number],
-                    call.summed_back and t.requires_grad and part.has_gradient,
-                )
-            )
-        return rows
-
-    def send_back(
-        self, group: dist.ProcessGroup, call: Call, gradients: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Exchange gradients ``[M, row]`` of tables that have some; return those of their rows."""
-        parts = [call.plan.parts[number] for number in call.plan.with_gradients]
-        try:
-            sums, rows, layout = self._rows_back(group, call, gradients)
-        except Exception as error:
-            self._caller.fail_call(group, gradients[0].device, BACKWARD, error)
-            raise
-        self._backward_calls += 1
-        self._exchange(group, rows, parts, BACKWARD, layout)
-        return [
-            spread_to_copies(call, number, each.received, of_sums.back)
-            for number, each, of_sums in zip(call.plan.with_gradients, rows, sums, strict=True)
-        ]
-
-    def _rows_back(
-        self, group: dist.ProcessGroup, call: Call, gradients: Sequence[torch.Tensor]
-    ) -> tuple[list[Sums], list[Rows], Layout]:
-        """Return sums of gradients, as rows too, within their bounds, and the layout of these."""
-        plan, copied = call.plan, self._caller.copied_rank(group)
-        sums = [
-            sums_of(call, number, gradient)
-            for number, gradient in zip(plan.with_gradients, gradients, strict=True)
-        ]
-        parts = [plan.parts[number] for number in plan.with_gradients]
-        layout = plan.backward
-        if any(each.are_fewer for each in sums):
-            sizes = [(p, s.counts, s.back) for p, s in zip(parts, sums, strict=True)]
-            layout = layout_of(group, sizes, copied)
-        memory = layout.memory_on(gradients[0].device)
-        rows = []
-        looked_at = self.backward_bound is not None and self._caller.looks_at_rows(BACKWARD)
-        for number, (part, each) in enumerate(zip(parts, sums, strict=True)):
-            flat = each.rows
-            bound: float | torch.Tensor = 0.0
-            if self.backward_bound is not None and flat.dtype in KINDS:
-                own = each.own(copied)
-                if looked_at:
-                    crossing = (flat[: own.start], flat[own.stop :])
-                    bound = self.backward_bound.where_rows_are(crossing, call.iteration)
-                # One stream a rank, table and call.
-                stream = (self._backward_calls << 32) ^ (number << 16) ^ group.rank()
-                flat = self._rounder.rounded(part.state.name, flat, each.ids, bound, stream, own)
-            rows.append(
-                Rows(
-                    flat,
-                    memory.received[number],
-                    each.counts,
-                    each.back,
-                    bound,
-                    name=part.state.name,
-                    parts=memory.parts[number],
-                    memory=memory.whole[number],
-                )
-            )
-        return sums, rows, layout
-
-    def _exchange(
-        self,
-        group: dist.ProcessGroup,
-        rows: list[Rows],
-        parts: Sequence[Part],
-        way: int,
-        layout: Layout,
-    ) -> None:
-        self._caller.faults.check()
-        this_call = object()
-        try:
-            # Inside of what ends it: no interrupt comes between.
-            if self.__dict__.setdefault("_inside", this_call) is not this_call:
-                raise ArgumentError(
-                    "CompressedAllToAll: another thread is in a call of this object"
-                )
-            choices = [p.state.choice if way == FORWARD else p.state.backward_choice for p in parts]
-            self._caller.exchange(group, rows, choices, way, layout)
-            for part, each, raw_bytes in zip(parts, rows, layout.raw_bytes, strict=True):
-                counters = part.state.forward if way == FORWARD else part.state.backward
-                counters.raw_bytes += raw_bytes
-                counters.moved_bytes += each.moved_bytes
-        finally:
-            if self._inside is this_call:
-                del self._inside
+        self.iteration, self._passes.backward_calls = counts

@@ -18,11 +18,12 @@ from ..errors import ArgumentError, ArgumentTypeError
 from .agreement import failed_elsewhere
 from .buffers import MOST_BYTES, Buffers
 from .device import DeviceExchange, say_failed_there
+from .device_parts import wait_for_stream
 from .exchange import Exchange, say_failed
-from .faults import ContentError, Faults, cause_of
+from .faults import ContentError, Faults, cause_of, reason_of
 from .helpers import helper_of
 from .kinds import Kinds
-from .layout import Kept, Layout, Rows, sizes_of_tables
+from .layout import Kept, Layout, Rows, saved_back_bytes, sizes_of_tables
 from .plain import PlainExchange
 from .selection import (
     COMPRESSED,
@@ -39,7 +40,7 @@ from .selection import (
 )
 from .stats import Counters
 from .wire import CAUSES, SHORT_BYTES, Turn
-from .work import refuse_to_wait, this_thread
+from .work import Over, UnderWay, refuse_to_wait, this_thread
 
 #: What `codec` accepts.
 CODECS = ("auto", "compressed", "raw")
@@ -199,7 +200,9 @@ class Caller:
         choices: Sequence[TableChoice],
         way: int = 0,
         layout: Layout | None = None,
-    ) -> None:
+        *,
+        async_op: bool = False,
+    ) -> UnderWay:
         """Exchange rows of tables; see `Exchange.run`, and `Rows` for what is written to.
 
         Parameters
@@ -214,20 +217,29 @@ class Caller:
             0: forward, 1: backward.
         layout : Layout, optional
             Of the tables' sizes, where it is known.
+        async_op : bool
+            Whether rows that are coded on their device are still under way when it returns.
+
+        Returns
+        -------
+        UnderWay
+            What is to be finished then.
         """
         layout = layout or self.layout_of(group, tables)
+        begun: UnderWay = Over()
         try:
-            if self.coded_on_device(tables[0].sent.device):
+            if not self.coded_on_device(tables[0].sent.device):
+                self._exchange_on_host(group, tables, choices, way, layout)
+            elif async_op:
+                begun = self.start(group, tables, way, layout, async_op=True)
+            else:
                 if this_thread.completes:
                     refuse_to_wait()
-                started = self.start(group, tables, way, layout)
-                if isinstance(started, DeviceExchange):
-                    started.finish()
-            else:
-                self._exchange_on_host(group, tables, choices, way, layout)
+                self.start(group, tables, way, layout).finish()
         except BaseException as error:
             self.faults.interrupted(error)
             raise
+        return begun
 
     def _exchange_on_host(
         self,
@@ -264,7 +276,7 @@ class Caller:
                 self.decision.decide(exchange.of_ranks)
         record = self.decision.records[way]
         record.calls += 1
-        record.saved_back_bytes += _saved_back_bytes(group, tables)
+        record.saved_back_bytes += saved_back_bytes(group.rank(), tables)
         for name in RECORDED:
             took = getattr(counters, name) - before[name]
             setattr(record, name, getattr(record, name) + took)
@@ -344,15 +356,15 @@ class Caller:
                 numbers = 1 if there else self.decision.count
                 self._agree(group, device, [-1.0] * numbers, error)
             elif plain:
-                self.faults.broken(_reason_of(error))
+                self.faults.broken(reason_of(error))
             elif there:
                 helper = helper_of(group, device)
                 helper.lane.submit(say_failed_there, helper, self.faults, error).result()
             else:
-                self.faults.failed(_reason_of(error), known_to_all=False, cause=cause_of(error))
+                self.faults.failed(reason_of(error), known_to_all=False, cause=cause_of(error))
                 say_failed(group, self.faults)
         if self.faults.to_report:
-            self.faults.broken(_reason_of(error))
+            self.faults.broken(reason_of(error))
 
     def _network(self, group: dist.ProcessGroup, device: torch.device) -> NetworkModel | None:
         """Return the model of the group's network: all ranks ask for it first in the same call."""
@@ -368,7 +380,7 @@ class Caller:
         layout: Layout | None = None,
         *,
         async_op: bool = False,
-    ) -> DeviceExchange | dist.Work | None:
+    ) -> UnderWay:
         """Begin an exchange of rows that are coded on their device.
 
         Where this call decides, exchanges of each mode are measured first, and waited for.
@@ -378,12 +390,13 @@ class Caller:
         group, tables, way, layout
             As for `exchange`.
         async_op : bool
-            Whether torch's own collective is asynchronous.
+            Whether torch's own collective is asynchronous, and the exchange may be finished on any
+            stream.
 
         Returns
         -------
-        DeviceExchange, Work or None
-            What is to be finished, what torch's own collective of one table returned, or None.
+        UnderWay
+            What is to be finished.
         """
         device = tables[0].sent.device
         codes = device.type in BoundedVectorCodec.device_types
@@ -449,7 +462,7 @@ class Caller:
         which takes most of an exchange of small tables. Where all rows cross, so do all gradients
         back: what that takes is counted, too.
         """
-        device, saved = tables[0].sent.device, _saved_back_bytes(group, tables)
+        device, saved = tables[0].sent.device, saved_back_bytes(group.rank(), tables)
         (any_saved,) = self._agree(group, device, [float(saved > 0)])
         seconds = []
         for mode in MODES:
@@ -483,12 +496,12 @@ class Caller:
         started, failed = time.perf_counter(), None
         if mode == PLAIN:
             self._plain(group, copies, Counters(), layout)
-            _wait(device)
+            wait_for_stream(device)
             return time.perf_counter() - started
         exchange = self._coded(group, copies, Counters(), layout, mode, turn)
         try:
             exchange.run()
-            _wait(device)
+            wait_for_stream(device)
         except Exception as error:
             if not exchange.crossed:  # all raise, or the group is of no more use
                 raise
@@ -528,7 +541,7 @@ class Caller:
         """Decide by what compressing these rows would take, agreed in one small all-reduce."""
         record = self.decision.records[way] = WayRecord(calls=1)
         rank = group.rank()
-        record.saved_back_bytes = _saved_back_bytes(group, tables)
+        record.saved_back_bytes = saved_back_bytes(group.rank(), tables)
         for table, choice in zip(tables, choices, strict=True):
             raw = table.raw_bytes(rank)
             found = choice.measured.get(choice.candidate.name, Measured(1.0, 0.0, 0.0))
@@ -557,7 +570,7 @@ class Caller:
         """
         failed = 0.0
         if error is not None:
-            self.faults.failed(_reason_of(error), known_to_all=False, cause=cause_of(error))
+            self.faults.failed(reason_of(error), known_to_all=False, cause=cause_of(error))
             failed = 1.0 + group.rank() * len(CAUSES) + self.faults.cause
         largest = torch.tensor([failed, *numbers], dtype=torch.float64, device=device)
         self.faults.stage("sizes", lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, group=group))
@@ -578,23 +591,9 @@ class Caller:
         layout: Layout,
         *,
         async_op: bool = False,
-    ) -> dist.Work | None:
-        """Let torch's own collective deliver the rows of all tables; return what it did."""
+    ) -> UnderWay:
+        """Let torch's own collective deliver the rows of all tables; return what is to finish."""
         exchange = PlainExchange(
             group, tables, counters, self.faults, buffers=self.buffers, layout=layout
         )
         return exchange.run(async_op=async_op)
-
-
-def _saved_back_bytes(group: dist.ProcessGroup, tables: Sequence[Rows]) -> int:
-    return sum(table.saved_back_bytes(group.rank()) for table in tables)
-
-
-def _reason_of(error: Exception) -> str:
-    return f"encoding: {error!r:.200}"
-
-
-def _wait(device: torch.device) -> None:
-    """Wait for what is queued on torch's current stream."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

@@ -131,7 +131,7 @@ def repeats_of(
     *,
     needed: bool,
 ) -> list[Repeats | None] | None:
-    """Return for each rank which of its rows ``[N, row]`` share an id; waits for a GPU.
+    """Return for each rank which of its rows ``[N, row]`` share an id, of rows on the CPU.
 
     None where that is not `needed`: torch's own collective delivers the rows, in which all cross.
     """

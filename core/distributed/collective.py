@@ -24,12 +24,12 @@ from .checks import (
     repeats_of,
     row_of,
 )
-from .device import DeviceExchange
+from .device_repeats import FoundRepeats, LateRepeats, RowsById
 from .faults import ContentError
 from .groups import PerGroup
 from .helpers import helper_of
 from .layout import Rows
-from .work import ExchangeWork, OfThread, OfTorch, Over, UnderWay
+from .work import ExchangeWork, OfThread
 
 
 @not_traced
@@ -88,8 +88,8 @@ def all_to_all_single(
         others a row is what stands at one index of the first dimension.
     row_ids : torch.Tensor, optional
         Integers ``[N]`` on the CPU or where `input` is, one a row of it: rows of one id are the
-        same row of a table, and cross once for each rank without being searched for. On a GPU the
-        host waits for them.
+        same row of a table, and cross once for each rank without being searched for. On a GPU they
+        are found there; the host waits for them in calls that decide.
 
     Returns
     -------
@@ -162,10 +162,13 @@ def all_to_all_single(
     )
     # An asynchronous exchange on the CPU has another caller, which is not asked here.
     needed = (async_op and not there) or caller.looks_at_rows_of(group, kind)
-    repeats = None
+    repeats, late = None, None
     failed: Exception | None = None
     try:
-        repeats = repeats_of("", sent, send_rows, row_ids, needed=needed)
+        repeats = repeats_of("", sent, send_rows, row_ids, needed=needed and not there)
+        if there and needed and row_ids is not None:
+            by_id = RowsById("", sent, send_rows, row_ids.long())
+            late = LateRepeats(FoundRepeats([by_id]), 0)
     except ContentError as error:
         failed = error  # as below
     except (ArgumentError, ArgumentTypeError):
@@ -179,7 +182,9 @@ def all_to_all_single(
         value, relative = 0.0, False
         if bound is not None and (there or of.looks_at_rows()):
             value, relative = value_of(bound, 0)
-        return Rows(sent, into, send_rows, receive_rows, value, relative, repeats=repeats)
+        return Rows(
+            sent, into, send_rows, receive_rows, value, relative, repeats=repeats, late=late
+        )
 
     if there:
         choice = caller.begin_call(group, input.device, kind, own, bounded=bound is not None)
@@ -191,7 +196,7 @@ def all_to_all_single(
         if not async_op:
             caller.exchange(group, [rows], [choice])
             return None
-        return ExchangeWork(output, _under_way(caller.start(group, [rows], async_op=True), caller))
+        return ExchangeWork(output, caller.start(group, [rows], async_op=True))
 
     def run(over: dist.ProcessGroup, caller: Caller) -> None:
         choice = caller.begin_call(over, input.device, kind, own, bounded=bound is not None)
@@ -212,13 +217,6 @@ def all_to_all_single(
     helper = helper_of(group)
     task = helper.lane.submit(run, helper.group, function_caller(helper.group, codec))
     return ExchangeWork(output, OfThread(task))
-
-
-def _under_way(started: DeviceExchange | dist.Work | None, caller: Caller) -> UnderWay:
-    """Return what was begun as a `Work` asks for it."""
-    if isinstance(started, DeviceExchange):
-        return started
-    return Over() if started is None else OfTorch(started, caller.faults)
 
 
 _callers: PerGroup[str, Caller] = PerGroup()

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from .agreement import Difference
 from .buffers import Buffers
 from .device_parts import Coded, Coder, Joined, Message, Part, Section, bytes_of, uploaded
 from .device_reader import DeviceReader
-from .faults import ExchangeError, Faults, cause_of
+from .faults import ExchangeError, Faults, cause_of, reason_of
 from .helpers import Helper
 from .layout import Layout, Rows, sizes_of_tables
 from .stats import Counters
@@ -132,20 +132,29 @@ class DeviceExchange:
             self._begun_on = current_stream(self._device)
         for table in self._tables:
             table.places = []
-            table.repeats = None if table.repeats is None else list(table.repeats)
-            if table.repeats and self._copied is not None:
-                table.repeats[self._copied] = None
         try:
+            if any(table.late is not None for table in self._tables):
+                # The helper's thread waits for the ids, and encodes.
+                self._submit(0, None, self._to_host(())[1])
+                return
+            self._drop_own_repeats()
             for piece in range(self._pieces):
-                coded = self._encoded(self._parts(piece))
-                numbers = [t for each in coded for t in (each.offsets, each.sizes)]
-                given = piece, coded, *self._to_host(numbers)
-                self._tasks.append(self._helper.lane.submit(self._stages, *given))
+                self._submit(piece, *self._coded(piece))
         except BaseException as error:
             if isinstance(error, Exception):
                 self._helper.lane.submit(self._fail, error).wait()
             self._faults.interrupted(error)  # one waits for no rank
             raise
+
+    def _submit(self, piece: int, sent: _OnTheWay | None, behind: torch.cuda.Event | None) -> None:
+        self._tasks.append(self._helper.lane.submit(self._stages, piece, sent, behind))
+
+    def _drop_own_repeats(self) -> None:
+        """Forget which rows of this rank for itself share an id: these are copied."""
+        for table in self._tables:
+            table.repeats = None if table.repeats is None else list(table.repeats)
+            if table.repeats and self._copied is not None:
+                table.repeats[self._copied] = None
 
     def done(self) -> bool:
         """Return whether all is queued, or failed."""
@@ -252,7 +261,7 @@ class DeviceExchange:
                 repeats = table.repeats[to] if table.repeats else None
                 coded = given
                 if repeats is not None:
-                    coded = given[torch.from_numpy(repeats.first).to(self._device)]
+                    coded = given[repeats.first_on(self._device)]
                 found.append(Part(to, number, given, coded, repeats))
         return found
 
@@ -269,6 +278,13 @@ class DeviceExchange:
             offsets, sizes = self._coder.encode_vectors(values, options, out)
             found.append(Coded(of_dtype, out, offsets, sizes))
         return found
+
+    def _coded(self, piece: int) -> tuple[_OnTheWay, torch.cuda.Event | None]:
+        """Encode a piece; return it, and the event behind its sizes."""
+        coded = self._encoded(self._parts(piece))
+        numbers = [t for each in coded for t in (each.offsets, each.sizes)]
+        host, encoded = self._to_host(numbers)
+        return _OnTheWay(coded, host), encoded
 
     def _to_host(
         self, numbers: Sequence[torch.Tensor]
@@ -304,9 +320,8 @@ class DeviceExchange:
     def _stages(
         self,
         piece: int,
-        coded: list[Coded],
-        host: torch.Tensor,
-        encoded: torch.cuda.Event | None,
+        sent: _OnTheWay | None,
+        behind: torch.cuda.Event | None,
     ) -> torch.cuda.Event | None:
         """Exchange a piece; return the event behind all that was queued."""
         if self._stopped or self._faults.is_known:
@@ -319,12 +334,12 @@ class DeviceExchange:
             on = self._lane.on()
         with on:
             try:
-                sent = self._prepared(coded, host, encoded)
+                joined = self._prepared(sent, behind)
             except BaseException as error:
                 self._failed_before(error)
                 raise
             try:
-                self._exchanged(piece, *sent)
+                self._exchanged(piece, *joined)
             except BaseException as error:
                 self._forget()
                 if not (isinstance(error, BitslabError) or self._faults.to_report):
@@ -339,22 +354,38 @@ class DeviceExchange:
         self._stopped = False
         return done
 
-    def _prepared(
-        self, coded: list[Coded], host: torch.Tensor, encoded: torch.cuda.Event | None
-    ) -> Joined:
-        """Wait for the sizes of what was encoded; return what is sent."""
+    def _prepared(self, sent: _OnTheWay | None, behind: torch.cuda.Event | None) -> Joined:
+        """Wait for the sizes of what was encoded, here where it was not; return what is sent."""
         started = time.perf_counter()
-        if encoded is not None:
-            encoded.synchronize()
+        if sent is None:
+            if self._faults.to_report:
+                raise self._faults.pending()
+            sent, behind = self._coded_here(behind)
+        if behind is not None:
+            behind.synchronize()
         self._counters.encode_s += time.perf_counter() - started
         if self._lane is not None:
-            if encoded is not None:
-                encoded.wait(self._lane.stream)
+            if behind is not None:
+                behind.wait(self._lane.stream)
             received = (t.received if t.memory is None else t.memory for t in self._tables)
             self._lane.keep(*{id(t): t for t in received}.values())
         if self._faults.to_report:
             raise self._faults.pending()
-        return self._joined(self._messages(coded, host.tolist()))
+        return self._joined(self._messages(sent.coded, sent.numbers.tolist()))
+
+    def _coded_here(
+        self, behind: torch.cuda.Event | None
+    ) -> tuple[_OnTheWay, torch.cuda.Event | None]:
+        """Encode rows once it is known which share an id, on the stream of the helper."""
+        if self._lane is not None and behind is not None:
+            behind.wait(self._lane.stream)
+            found = {id(t.late.found): t.late.found for t in self._tables if t.late is not None}
+            self._lane.keep(*(each.kept_there for each in found.values()))
+            self._lane.keep(*(table.sent for table in self._tables))
+        for table in self._tables:
+            table.know_repeats()
+        self._drop_own_repeats()
+        return self._coded(0)
 
     def _fail(self, error: Exception) -> None:
         """Have the other ranks know that rows were not encoded, where they wait for them."""
@@ -491,13 +522,20 @@ class DeviceExchange:
         counters.decode_s += time.perf_counter() - started
 
 
+class _OnTheWay(NamedTuple):
+    """What was encoded, and its places and sizes, which the host may read behind an event."""
+
+    coded: list[Coded]
+    numbers: torch.Tensor
+
+
 def say_failed_there(helper: Helper, faults: Faults, error: BaseException) -> None:
     """Say to all ranks, in the sizes stage, that this one failed before it could send.
 
     In the helper's thread. It takes no memory on the device. Where the stage
     fails, too, every later call raises.
     """
-    reason = _reason_of(error)
+    reason = reason_of(error)
     faults.failed(reason, known_to_all=False, cause=cause_of(error))
     if not faults.to_report:
         return  # a collective failed: all is over
@@ -512,10 +550,6 @@ def say_failed_there(helper: Helper, faults: Faults, error: BaseException) -> No
     with suppress(ExchangeError):  # the error that is reported is raised
         faults.stage("sizes", crossed)
         faults.reported()
-
-
-def _reason_of(error: BaseException) -> str:
-    return f"encoding: {error!r:.200}"
 
 
 def _options(table: Rows) -> VectorOptions:

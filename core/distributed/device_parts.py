@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from ..engine.kernels.vector_chunks import VectorOptions
-from .messages import Array, Fields, Repeats
+from .messages import Array, Fields, Repeats, on_device
 
 
 class Coder(Protocol):
@@ -137,5 +138,10 @@ def bytes_of(rows: torch.Tensor) -> torch.Tensor:
 
 def uploaded(data: bytes, device: torch.device) -> torch.Tensor:
     """Return bytes on a device; the host waits for nothing."""
-    t = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    return t if device.type == "cpu" else t.pin_memory().to(device, non_blocking=True)
+    return on_device(np.frombuffer(bytearray(data), np.uint8), device)
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Wait for what is queued on torch's current stream of a device."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -134,3 +134,8 @@ def cause_of(error: BaseException) -> int:
     if isinstance(error, CorruptedDataError):
         return DAMAGE
     return DISAGREEMENT if isinstance(error, ExchangeError) else OTHER_CAUSE
+
+
+def reason_of(error: BaseException) -> str:
+    """Return what is said of an error that came before anything was sent."""
+    return f"encoding: {error!r:.200}"

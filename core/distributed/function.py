@@ -1,30 +1,19 @@
-"""The autograd function of an all-to-all: rows forward, their gradients back."""
+"""The autograd functions of an all-to-all: rows forward, their gradients back."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from ..tracing import not_traced
 from .checks import rows_of
 from .parts import Call
-
-
-class Owner(Protocol):
-    """Whose exchanges the function makes."""
-
-    def send_forward(
-        self, group: dist.ProcessGroup, call: Call, tensors: Sequence[torch.Tensor]
-    ) -> Sequence[torch.Tensor]:
-        """Exchange rows forward; return what came, ``[M, row]``."""
-
-    def send_back(
-        self, group: dist.ProcessGroup, call: Call, gradients: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor]:
-        """Exchange gradients ``[M, row]`` of what came; return those of what was sent."""
+from .passes import InFlight, Passes
 
 
 class AllToAllFunction(torch.autograd.Function):
@@ -33,21 +22,19 @@ class AllToAllFunction(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        owner: Owner,
+        passes: Passes,
         group: dist.ProcessGroup,
         call: Call,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         """Exchange, and keep which rows repeat."""
         plan = call.plan
-        results = owner.send_forward(group, call, tensors)
+        results = passes.forward(group, call, tensors).finish()
         if not plan.flat:
             pairs = zip(results, plan.parts, strict=True)
             results = [_shaped(t, part.shape) for t, part in pairs]
-        ctx.call = owner, group, call
-        if len(plan.with_gradients) < len(plan.parts):
-            pairs = zip(results, plan.parts, strict=True)
-            ctx.mark_non_differentiable(*(t for t, part in pairs if not part.has_gradient))
+        ctx.call = passes, group, call
+        _mark(ctx, call, results)
         return tuple(results)
 
     @staticmethod
@@ -58,15 +45,116 @@ class AllToAllFunction(torch.autograd.Function):
         What was sent back is no function of the gradients for autograd: who differentiates once
         more is refused, and gets no zeros.
         """
-        owner, group, call = ctx.call
+        passes, group, call = ctx.call
         plan = call.plan
         given = [rows_of(gradients[i], plan.parts[i].row) for i in plan.with_gradients]
-        found = owner.send_back(group, call, given)
+        found = passes.back(group, call, given).finish()
         results: list[torch.Tensor | None] = [None] * len(plan.parts)
         for i, t in zip(plan.with_gradients, found, strict=True):
             part = plan.parts[i]
             results[i] = t if plan.flat else t.view(sum(part.send_rows), *part.shape)
         return None, None, None, *results
+
+
+class BeginFunction(torch.autograd.Function):
+    """Begins to exchange rows; its backward pass waits for their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, in_flight: InFlight, *tensors: torch.Tensor) -> torch.Tensor:
+        """Begin; return what `WaitFunction` is given, by which autograd knows of both."""
+        in_flight.begin(tensors)
+        ctx.in_flight = in_flight
+        return _zero(tensors[0].device).detach()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients that `WaitFunction` has begun to send."""
+        in_flight: InFlight = ctx.in_flight
+        plan = in_flight.call.plan
+        results: list[torch.Tensor | None] = [None] * len(plan.parts)
+        for i, t in zip(plan.with_gradients, in_flight.finish(), strict=True):
+            results[i] = t
+        return None, *results
+
+
+class WaitFunction(torch.autograd.Function):
+    """Waits for rows ``[M, row]``; its backward pass begins to send their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, in_flight: InFlight, begun: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what came."""
+        results = in_flight.finish()
+        ctx.in_flight = in_flight
+        _mark(ctx, in_flight.call, results)
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:
+        """Begin; see `AllToAllFunction` for what is refused."""
+        in_flight: InFlight = ctx.in_flight
+        in_flight.begin_back(gradients)
+        return None, _zero(gradients[0].device).detach()
+
+
+class TablesInFlight:
+    """Rows of tables under way: what `CompressedAllToAll.begin_tables` returns.
+
+    Parameters
+    ----------
+    in_flight : InFlight
+        The call.
+    names : sequence of str or None
+        Of its tables; None: nothing was asked for.
+    tensors : sequence of torch.Tensor
+        Their rows ``[N, row]``.
+    """
+
+    def __init__(
+        self,
+        in_flight: InFlight,
+        names: Sequence[str | None],
+        tensors: Sequence[torch.Tensor],
+    ) -> None:
+        self._in_flight: InFlight | None = in_flight
+        self._names = names
+        self._begun: torch.Tensor = BeginFunction.apply(in_flight, *tensors)  # type: ignore[no-untyped-call]
+        self._found: dict[str, torch.Tensor] = {}
+
+    @not_traced
+    def wait(self) -> dict[str, torch.Tensor]:
+        """Return the rows that came, as `CompressedAllToAll.exchange_tables` does; again the same.
+
+        Of tensors on a GPU torch's current stream waits, the host until all is queued.
+
+        Raises
+        ------
+        ExchangeError, CorruptedDataError
+            As `CompressedAllToAll.exchange_tables` does, each time.
+        BitslabError
+            In a callback of an exchange's future, while this one goes on: its thread calls it.
+        """
+        if self._in_flight is not None:
+            came = WaitFunction.apply(self._in_flight, self._begun)  # type: ignore[no-untyped-call]
+            pairs = zip(self._names, came, strict=True)
+            self._found = {name: t for name, t in pairs if name is not None}
+            self._in_flight = None
+        return dict(self._found)
+
+
+def _mark(ctx: Any, call: Call, results: Sequence[torch.Tensor]) -> None:
+    """Have autograd know which of the tables have no gradients."""
+    plan = call.plan
+    if len(plan.with_gradients) < len(plan.parts):
+        pairs = zip(results, plan.parts, strict=True)
+        ctx.mark_non_differentiable(*(t for t, part in pairs if not part.has_gradient))
+
+
+@lru_cache(64)
+def _zero(device: torch.device) -> torch.Tensor:
+    """Return a zero on a device, of which others are made without a kernel."""
+    return torch.zeros((), device=device)
 
 
 def _shaped(rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

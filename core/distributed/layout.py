@@ -13,6 +13,7 @@ from ..engine.kernels.format import ceil_div
 from ..errors import ArgumentError
 from .agreement import Agreement, TableSizes
 from .bounds import share_of_range
+from .device_repeats import LateRepeats
 from .messages import REFERENCES, Array, Candidate, Repeats, most_part_bytes
 from .wire import MOST_BYTES, PART_SIZE
 
@@ -51,6 +52,8 @@ class Rows:
         What `received` is a part of; itself where left out.
     summed_back : bool
         Whether gradients go back for these rows, of those of one id that crossed once their sum.
+    late : LateRepeats, optional
+        In place of `repeats` where the host does not know them yet: see `know_repeats`.
 
     Attributes
     ----------
@@ -73,6 +76,7 @@ class Rows:
     parts: Sequence[torch.Tensor] | None = None
     memory: torch.Tensor | None = None
     summed_back: bool = False
+    late: LateRepeats | None = None
     places: list[Array | None] = field(default_factory=list)
     moved_bytes: int = 0
 
@@ -92,6 +96,18 @@ class Rows:
         bound = float(self.bound)
         return share_of_range(bound, rows) if bound and self.relative else bound
 
+    def know_repeats(self) -> None:
+        """Wait for what `late` stands for, where there is some.
+
+        Raises
+        ------
+        ContentError
+            When rows of one id differ.
+        """
+        if self.late is not None:
+            self.repeats = list(self.late.found.of(self.late.number))
+            self.late = None
+
     def raw_bytes(self, rank: int | None) -> int:
         """Return the bytes of the rows for other ranks than this one; of all for None."""
         copied = 0 if rank is None else self.send_rows[rank]
@@ -102,7 +118,8 @@ class Rows:
         return self.send_rows[rank]
 
     def saved_back_bytes(self, rank: int) -> int:
-        """Return the bytes of gradients that need not come back to this rank."""
+        """Return the bytes of gradients that need not come back to this rank; waits for ids."""
+        self.know_repeats()
         if not self.summed_back or not self.repeats:
             return 0
         saved = sum(
@@ -382,6 +399,11 @@ def sizes_of_tables(tables: Sequence[Rows]) -> tuple[TableSizes, ...]:
         TableSizes(t.name, t.sent.dtype, t.sent.shape[1], tuple(t.send_rows), tuple(t.receive_rows))
         for t in tables
     )
+
+
+def saved_back_bytes(rank: int, tables: Sequence[Rows]) -> int:
+    """Return the bytes of all tables' gradients that need not come back to this rank."""
+    return sum(table.saved_back_bytes(rank) for table in tables)
 
 
 def spans_of(rows: Sequence[int], piece: int, pieces: int) -> list[tuple[int, int]]:

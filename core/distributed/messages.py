@@ -17,6 +17,12 @@ from .wire import BY_ID, BY_ID_HEADER
 Array = np.ndarray[Any, Any]
 
 
+def on_device(numbers: Array, device: torch.device) -> torch.Tensor:
+    """Return an array as a tensor on a device; the host waits for nothing."""
+    t = torch.from_numpy(numbers)
+    return t if device.type == "cpu" else t.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True)
 class Repeats:
     """Rows of one id, of which one is sent.
@@ -27,16 +33,23 @@ class Repeats:
         int64 ``[rows]``: of each row the number of the sent one.
     first : numpy.ndarray
         int64 ``[sent]``: the rows that are sent.
+    first_there : torch.Tensor or None
+        The same where the rows are, where it is there already.
     """
 
     places: Array
     first: Array
+    first_there: torch.Tensor | None = None
 
     @classmethod
     def of(cls, ids: torch.Tensor) -> Repeats | None:
         """Return the rows that share ids ``[rows]``, None where none do."""
         distinct, first, places = np.unique(ids.numpy(), return_index=True, return_inverse=True)
         return None if len(distinct) == len(ids) else cls(places.reshape(-1), first)
+
+    def first_on(self, device: torch.device) -> torch.Tensor:
+        """Return the rows that are sent, on the device of the rows."""
+        return on_device(self.first, device) if self.first_there is None else self.first_there
 
     @property
     def field_bits(self) -> int:

@@ -14,7 +14,7 @@ from ..errors import ArgumentError
 from .agreement import TableSizes
 from .checks import check_dtype, cut_rows, named, row_of
 from .layout import Layout
-from .messages import Array, Repeats
+from .messages import Array, Repeats, on_device
 from .plan import TableState
 
 
@@ -137,24 +137,26 @@ class Call:
     ----------
     plan : CallPlan
         Of the sizes.
-    repeats : list
-        By table, for each rank the `Repeats` among its rows, or None; after the exchange, those by
-        which they crossed.
+    row_ids : list of torch.Tensor or None
+        By table; empty where none has some.
     received_ids : list
         By table int64, the ids of the rows that come, or None.
     summed_back : bool
         Whether gradients go back.
     iteration : int
         By which its bounds are scheduled, both ways.
+    repeats : list
+        After the exchange forward, by table and rank the `Repeats` by which rows crossed, or None.
     places : list
-        By table, as of `Rows`.
+        Then, by table, as of `Rows`.
     """
 
     plan: CallPlan
-    repeats: list[list[Repeats | None] | None]
+    row_ids: list[torch.Tensor | None]
     received_ids: list[Array | None]
     summed_back: bool
     iteration: int
+    repeats: list[list[Repeats | None] | None] = field(default_factory=list)
     places: list[list[Array | None]] = field(default_factory=list)
 
 
@@ -224,7 +226,7 @@ def _summed(rows: torch.Tensor, places: Array) -> torch.Tensor:
     """Return the sums of rows ``[n, row]`` that are copies of one; 16 bits are added as 32."""
     wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
     sums = torch.zeros((int(places.max()) + 1, rows.shape[1]), dtype=wide, device=rows.device)
-    at = torch.from_numpy(places).to(rows.device)
+    at = on_device(places, rows.device)
     return sums.index_add_(0, at, rows.to(wide)).to(rows.dtype)
 
 
@@ -246,5 +248,5 @@ def spread_to_copies(
         if repeated is None:
             to.copy_(given)
         else:
-            to[torch.from_numpy(repeated.first).to(to.device)] = given
+            to[repeated.first_on(to.device)] = given
     return result

@@ -15,6 +15,7 @@ from .buffers import Buffers
 from .faults import Faults
 from .layout import Layout, Plain, Rows
 from .stats import Counters
+from .work import OfTorch, Over, UnderWay
 
 
 class PlainExchange:
@@ -50,8 +51,14 @@ class PlainExchange:
         self._counters, self._faults = counters, faults
         self._buffers, self._layout = buffers, layout
 
-    def run(self, *, async_op: bool = False) -> dist.Work | None:
-        """Deliver the rows; return what torch's collective of one table returned.
+    def run(self, *, async_op: bool = False) -> UnderWay:
+        """Deliver the rows, or begin to; return what is to be finished.
+
+        Parameters
+        ----------
+        async_op : bool
+            Whether torch's collective is. The rows of several tables are then written by the first
+            `UnderWay.finish`.
 
         Raises
         ------
@@ -60,14 +67,16 @@ class PlainExchange:
         """
         self._faults.check()
         started = time.perf_counter()
-        work, layout = None, self._layout
+        layout = self._layout
+        begun: UnderWay = Over()
         try:
             if len(layout.wide) == 1:
                 table = self._tables[layout.wide[0]]
                 into, rows = table.received.view(torch.uint8), table.sent.view(torch.uint8)
                 work = self._delivered(into, rows, table.receive_rows, table.send_rows, async_op)
+                begun = Over() if work is None else OfTorch(work, self._faults)
             elif layout.wide:
-                self._deliver_together()
+                begun = self._deliver_together(async_op)
         except BaseException as error:
             # Others wait in the collective, which a later one of this rank is not to meet.
             self._faults.broken(f"payload stage: {error!r:.200}")
@@ -79,12 +88,13 @@ class PlainExchange:
         counters.moved_bytes += layout.plain.all_raw_bytes
         counters.payload_s += time.perf_counter() - started
         counters.plain_calls += 1
-        return work
+        return begun
 
-    def _deliver_together(self) -> None:
+    def _deliver_together(self, async_op: bool) -> UnderWay:
         """Deliver the rows of several tables by one collective, rank after rank."""
         plain = self._layout.plain
         device = self._tables[self._layout.wide[0]].sent.device
+        begun_on = current_stream(device) if device.type == "cuda" else None
         taken: list[torch.Tensor] = []
         try:
             for sizes in (plain.send_bytes, plain.receive_bytes):
@@ -94,16 +104,30 @@ class PlainExchange:
                 for data, sizes in zip(taken, (plain.send_bytes, plain.receive_bytes), strict=True)
             )
             self._gather(given)
-            self._delivered(found, given, plain.receive_bytes, plain.send_bytes, False)
-            self._spread(found)
+            work = self._delivered(found, given, plain.receive_bytes, plain.send_bytes, async_op)
         except BaseException:
             self._buffers.forget(*taken)
             raise
-        mark = None
-        if device.type == "cuda":
-            mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            mark.record(current_stream(device))
-        self._buffers.give(*taken, mark=mark)
+
+        def written() -> None:
+            mark = None
+            try:
+                if begun_on is not None and begun_on != current_stream(device):
+                    for data in taken:
+                        data.record_stream(current_stream(device))
+                self._spread(found)
+            except BaseException:
+                self._buffers.forget(*taken)
+                raise
+            if begun_on is not None:
+                mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                mark.record(current_stream(device))
+            self._buffers.give(*taken, mark=mark)
+
+        if work is not None:
+            return OfTorch(work, self._faults, written)
+        written()
+        return Over()
 
     def _gather(self, given: torch.Tensor) -> None:
         """Write rows to bytes, rank after rank and table after table."""

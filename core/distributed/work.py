@@ -226,19 +226,27 @@ class OfTorch:
     Parameters
     ----------
     work : dist.Work
-        What that returned, of the bytes of the output.
+        What that returned.
     faults : Faults
         Of the caller.
+    then : callable, optional
+        ``then()`` writes the output where that is not what the collective wrote. It is called once,
+        by the first `finish`, behind the collective on torch's current stream.
     """
 
-    def __init__(self, work: dist.Work, faults: Faults) -> None:
-        self._work, self._faults = work, faults
+    def __init__(
+        self, work: dist.Work, faults: Faults, then: Callable[[], object] | None = None
+    ) -> None:
+        self._work, self._faults, self._then = work, faults, then
         self._future = work.get_future()
 
     def finish(self, timeout_s: float | None = None) -> None:
         """Wait until it is over, and raise its error; torch's current stream waits, too."""
         limit = () if timeout_s is None else (timedelta(seconds=timeout_s),)
         self._faults.stage("payload", lambda: self._work.wait(*limit))
+        then, self._then = self._then, None
+        if then is not None:
+            then()
 
     def done(self) -> bool:
         """Return whether it is over."""

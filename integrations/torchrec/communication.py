@@ -135,7 +135,9 @@ def compress_communication(
     and with batches that differ by feature. All ranks call it, with the same arguments, between two
     steps. A row that repeats for a rank crosses once, and so does the sum of its gradients where
     its bags have exactly one id and no weight; what reaches a row of a table is then the same but
-    for the order of additions. Row-wise sums of bags are made by the receiving rank.
+    for the order of additions. Row-wise sums of bags are made by the receiving rank. Exchanges are
+    under way from an output dist's call to its awaitable's ``wait()``, and back from there on to
+    what was looked up; ranks wait for the outputs of several collections in one order.
 
     Parameters
     ----------
@@ -152,7 +154,7 @@ def compress_communication(
     row_ids : bool
         Whether gradients of copies of a row go back as their sum. Without, each goes back by
         itself, and training is that of the plain exchange bit for bit (row-wise, of two ranks).
-        Tables on a GPU have none.
+        Of tables on a GPU they are found there, and the host does not wait for them.
     codec : str
         ``"auto"``: what takes less time as measured, which is a plain exchange on a fast link;
         ``"compressed"`` or ``"raw"``: always so.

@@ -1,7 +1,9 @@
 """Output dists of TorchRec's shardings whose messages are compressed.
 
-Each takes the place of one that a sharding has made, and returns what that one would: looked-up
-rows of all ranks for the batch of this one. Gradients go back the same way.
+Each takes the place of one that a sharding has made, and returns what that one would: an awaitable
+of the looked-up rows of all ranks for the batch of this one. The exchange begins with the call, and
+ends in ``wait()``; that of gradients begins where autograd comes to what was waited for, and ends
+where it comes to what was sent.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.comm_ops import get_gradient_division, get_use_sync_collectives
 from torchrec.distributed.dist_data import PooledEmbeddingsAwaitable, SequenceEmbeddingsAwaitable
-from torchrec.distributed.types import NoWait
+from torchrec.distributed.types import Awaitable
 
 from bitslab.distributed import AdaptiveBound, CompressedAllToAll, ErrorBound, Table
 from bitslab.errors import ArgumentError
@@ -63,6 +65,26 @@ def messages_of(
         )
         for (name, dim, dtype), places in found.items()
     ]
+
+
+class RowsInFlight(Awaitable[torch.Tensor]):  # type: ignore[misc]
+    """Rows of other ranks under way.
+
+    Parameters
+    ----------
+    waited : callable
+        Waits for them and returns them. It is called once.
+    """
+
+    def __init__(self, waited: Callable[[], torch.Tensor]) -> None:
+        super().__init__()
+        self._waited = waited
+        self._rows: torch.Tensor | None = None
+
+    def _wait_impl(self) -> torch.Tensor:
+        if self._rows is None:
+            self._rows = self._waited()
+        return self._rows
 
 
 class CompressedDist(torch.nn.Module):
@@ -148,8 +170,8 @@ class CompressedDist(torch.nn.Module):
         expected: Sequence[Sequence[int]],
         ids: Sequence[Sequence[torch.Tensor]] | None,
         like: torch.Tensor,
-    ) -> dict[tuple[int, int], torch.Tensor]:
-        """Exchange pieces ``[rows, dim]`` by rank and column of this rank; return those that come.
+    ) -> Callable[[], dict[tuple[int, int], torch.Tensor]]:
+        """Begin to exchange pieces ``[rows, dim]``; return what waits for those that come.
 
         Parameters
         ----------
@@ -159,6 +181,11 @@ class CompressedDist(torch.nn.Module):
             By rank and its column, how many rows come.
         like : torch.Tensor
             Where rows are.
+
+        Returns
+        -------
+        callable
+            Returns pieces by rank and its column.
         """
         inputs, row_ids, send, receive, received = {}, {}, {}, {}, {}
         for message in self.messages:
@@ -181,12 +208,17 @@ class CompressedDist(torch.nn.Module):
             ]
             receive[name] = [sum(part) for part in received[name]]
             send[name] = [sum(part[place] for place in mine) for part in sizes]
-        came = self.exchange.exchange_tables(inputs, receive, send, row_ids=row_ids)
-        found: dict[tuple[int, int], torch.Tensor] = {}
-        for message in self.messages:
-            name = message.table.name
-            found |= self.arranged(message, came[name], received[name])
-        return found
+        begun = self.exchange.begin_tables(inputs, receive, send, row_ids=row_ids)
+
+        def waited() -> dict[tuple[int, int], torch.Tensor]:
+            came = begun.wait()
+            found: dict[tuple[int, int], torch.Tensor] = {}
+            for message in self.messages:
+                name = message.table.name
+                found |= self.arranged(message, came[name], received[name])
+            return found
+
+        return waited
 
     def arranged(
         self, message: Message, found: torch.Tensor, received: Sequence[Sequence[int]]
@@ -228,11 +260,18 @@ class _PooledDist(CompressedDist, ABC):
             pieces = [list(torch.split(block, dims, 1)) for block in blocks]
             expected = [[batches[self.rank]] * len(columns) for columns in self.columns]
         ids = None if features is None else _cut_ids(bag_ids(features, self.mine), sizes)
-        found = self.exchanged(pieces, sizes, expected, ids, rows)
-        parts = [found[key] for key in sorted(found)]
+        waited = self.exchanged(pieces, sizes, expected, ids, rows)
+
+        def joined() -> torch.Tensor:
+            found = waited()
+            parts = [found[key] for key in sorted(found)]
+            if by_feature:
+                return torch.cat([part.flatten() for part in parts])
+            return torch.cat(parts, 1)
+
+        awaitable = PooledEmbeddingsAwaitable(RowsInFlight(joined))
         if by_feature:
-            return PooledEmbeddingsAwaitable(NoWait(torch.cat([part.flatten() for part in parts])))
-        awaitable = PooledEmbeddingsAwaitable(NoWait(torch.cat(parts, 1)))
+            return awaitable
         # Column-wise shards are put in order by one.
         awaitable.callbacks.extend(getattr(self.plain, "_callbacks", None) or [])
         return awaitable
@@ -294,26 +333,33 @@ class CompressedSequenceDist(CompressedDist):
         rows = self.entering(local_embs)
         lengths = sharding_ctx.lengths_after_input_dist
         batches = batches_of(sharding_ctx, lengths.shape[-1], self.ranks)
-        order = _by_rank(lengths, batches)
+        order = _by_rank(lengths, batches, len(local_embs))
         ids = None if features is None else value_ids(features, self.mine)[order]
         if self.is_joint:
             (name,) = (message.table.name for message in self.messages)
-            came = self.exchange.exchange_tables(
+            begun = self.exchange.begin_tables(
                 {name: rows.index_select(0, order)},
                 {name: sharding_ctx.input_splits},
                 {name: sharding_ctx.output_splits},
                 row_ids=None if ids is None else {name: ids},
             )
-            found = came[name]
+
+            def joined() -> torch.Tensor:
+                return begun.wait()[name]
+
         else:
             sizes = _values_by_rank(lengths, batches)
             expected = self._expected(sharding_ctx)
             cut = _cut_by_rank(rows.index_select(0, order), sizes)
             of_ids = None if ids is None else _cut_by_rank(ids, sizes)
-            by_column = self.exchanged(cut, sizes, expected, of_ids, rows)
-            found = torch.cat([by_column[key] for key in sorted(by_column)])
+            waited = self.exchanged(cut, sizes, expected, of_ids, rows)
+
+            def joined() -> torch.Tensor:
+                by_column = waited()
+                return torch.cat([by_column[key] for key in sorted(by_column)])
+
         return SequenceEmbeddingsAwaitable(
-            NoWait(found), sharding_ctx.unbucketize_permute_tensor, local_embs.shape[1]
+            RowsInFlight(joined), sharding_ctx.unbucketize_permute_tensor, local_embs.shape[1]
         )
 
     @property
@@ -387,7 +433,7 @@ def _cut_by_rank(
     ]
 
 
-def _by_rank(lengths: torch.Tensor, batches: Sequence[int]) -> torch.Tensor:
+def _by_rank(lengths: torch.Tensor, batches: Sequence[int], values: int) -> torch.Tensor:
     """Return where values lie that are to go rank after rank.
 
     Parameters
@@ -396,6 +442,8 @@ def _by_rank(lengths: torch.Tensor, batches: Sequence[int]) -> torch.Tensor:
         ``[features, bags of all ranks]``: of values, feature after feature.
     batches : sequence of int
         Bags of each rank.
+    values : int
+        In all.
 
     Returns
     -------
@@ -409,5 +457,5 @@ def _by_rank(lengths: torch.Tensor, batches: Sequence[int]) -> torch.Tensor:
         for t in (ends - lengths, lengths)
     )
     before = torch.cumsum(count, 0) - count
-    steps = torch.repeat_interleave(begin - before, count)
+    steps = torch.repeat_interleave(begin - before, count, output_size=values)
     return steps + torch.arange(len(steps), device=steps.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -72,12 +73,9 @@ class SeenFeatures:
         self._seen = arguments[0], output.data_ptr(), output.numel()
 
     def take(self, rows: torch.Tensor) -> KeyedJaggedTensor | None:
-        """Return the features that rows were looked up by, None where that is not known.
-
-        None on a GPU, too: the host would wait for the ids of each table.
-        """
+        """Return the features that rows were looked up by, None where that is not known."""
         seen, self._seen = self._seen, None
-        if seen is None or rows.is_cuda or seen[1:] != (rows.data_ptr(), rows.numel()):
+        if seen is None or seen[1:] != (rows.data_ptr(), rows.numel()):
             return None
         return seen[0]
 
@@ -99,35 +97,43 @@ def bag_ids(features: KeyedJaggedTensor, columns: Sequence[Column]) -> torch.Ten
         and others have one of their own.
     """
     lengths, values = features.lengths(), features.values()
-    counts = features.stride_per_key()
-    by_id = _spread([column.by_id for column in columns], counts, lengths.device) > 0
+    bags = _numbers_on(tuple(features.stride_per_key()), lengths.device)
+    by_id = _spread([column.by_id for column in columns], bags, len(lengths)) > 0
     if len(values):
         first = values[features.offsets()[:-1].long().clamp(max=len(values) - 1)]
     else:
         first = torch.zeros_like(lengths)
-    ids = _ids(first, by_id & (lengths == 1), counts, columns)
+    ids = _ids(first, by_id & (lengths == 1), bags, columns)
     return torch.where(by_id & (lengths == 0), _EMPTY, ids)
 
 
 def value_ids(features: KeyedJaggedTensor, columns: Sequence[Column]) -> torch.Tensor:
     """Return an id int64 ``[values]`` for each value, feature after feature, as `bag_ids`."""
-    counts = features.length_per_key()
-    by_id = _spread([column.by_id for column in columns], counts, features.values().device) > 0
-    return _ids(features.values(), by_id, counts, columns)
+    values, lengths = features.values(), features.lengths()
+    # The values of each feature, where they are: on a GPU the host does not know how many.
+    bags = torch.split(lengths, features.stride_per_key())
+    counts = torch.stack([part.sum() for part in bags]) if bags else lengths[:0]
+    by_id = _spread([column.by_id for column in columns], counts, len(values)) > 0
+    return _ids(values, by_id, counts, columns)
 
 
 def _ids(
-    values: torch.Tensor, by_id: torch.Tensor, counts: Sequence[int], columns: Sequence[Column]
+    values: torch.Tensor, by_id: torch.Tensor, counts: torch.Tensor, columns: Sequence[Column]
 ) -> torch.Tensor:
     """Return ids that tell tables apart; what is no row of a table has one of its own."""
     shards = 1 + max((column.number for column in columns), default=0)
-    numbers = _spread([column.number for column in columns], counts, values.device)
+    numbers = _spread([column.number for column in columns], counts, len(values))
     own = _EMPTY - 1 - torch.arange(len(values), device=values.device)
     return torch.where(by_id & (values >= 0), values.long() * shards + numbers, own)
 
 
-def _spread(what: Sequence[int], counts: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Return a value of each column as often as the column has items."""
-    given = torch.tensor(what, device=device, dtype=torch.int64)
-    repeats = torch.tensor(counts, device=device, dtype=torch.int64)
-    return torch.repeat_interleave(given, repeats, output_size=sum(counts))
+def _spread(what: Sequence[int], counts: torch.Tensor, total: int) -> torch.Tensor:
+    """Return a value of each column as often as the column has items, `total` in all."""
+    given = _numbers_on(tuple(map(int, what)), counts.device)
+    return torch.repeat_interleave(given, counts, output_size=total)
+
+
+@lru_cache(256)
+def _numbers_on(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Return numbers as int64 on a device. The same in each step, which a GPU waits for once."""
+    return torch.tensor(numbers, device=device, dtype=torch.int64)

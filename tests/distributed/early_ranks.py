@@ -16,13 +16,14 @@ from bitslab.distributed import (
     CompressedAllToAll,
     Table,
     all_to_all_single,
-    autograd,
     caller,
     collective,
+    passes,
 )
 from bitslab.distributed import exchange as stages
 from bitslab.distributed.buffers import Buffers
 from bitslab.distributed.device import DeviceExchange
+from bitslab.distributed.device_repeats import FoundRepeats
 from bitslab.distributed.layout import Layout
 from bitslab.distributed.selection import PLAIN, TableChoice
 from tests.distributed.device_ranks import coded_where_rows_are
@@ -30,19 +31,22 @@ from tests.distributed.ranks import error_of, noise
 
 #: Where rank 1 fails in a call, by name: what has no memory then.
 PLACES: dict[str, tuple[Any, str, Exception]] = {
-    "ids": (autograd, "repeats_of", MemoryError("no memory for ids")),
+    "ids": (passes, "repeats_of", MemoryError("no memory for ids")),
+    "ids_there": (passes, "FoundRepeats", MemoryError("no memory for ids")),
+    "ids_read": (FoundRepeats, "of", MemoryError("no memory for ids")),
     "output": (Layout, "memory_on", torch.OutOfMemoryError("no memory for rows")),
     "buffers": (Buffers, "take", RuntimeError("DefaultCPUAllocator: can't allocate memory: 9")),
     "descriptors": (stages.Exchange, "_first_messages", MemoryError("no memory for words")),
     "thread": (DeviceExchange, "_joined", torch.OutOfMemoryError("no memory to join")),
     "bug": (stages.Exchange, "__init__", KeyError("a bug")),
-    "gradients": (autograd, "sums_of", MemoryError("no memory for sums")),
+    "gradients": (passes, "sums_of", MemoryError("no memory for sums")),
 }
-OF_HOSTS, THERE = ("descriptors", "bug"), ("thread",)
+OF_HOSTS, THERE = ("ids", "descriptors", "bug"), ("ids_there", "ids_read", "thread")
 #: The same of the function, by whether rows are coded where they are.
 FUNCTION_PLACES: dict[tuple[bool, str], tuple[Any, str, Exception]] = {
     (False, "ids"): (collective, "repeats_of", MemoryError("no memory for ids")),
-    (True, "ids"): (collective, "repeats_of", MemoryError("no memory for ids")),
+    (True, "ids"): (collective, "FoundRepeats", MemoryError("no memory for ids")),
+    (True, "ids_read"): PLACES["ids_read"],
     (False, "output"): (collective, "Rows", MemoryError("no memory for rows")),
     (False, "exchange"): (caller, "Exchange", MemoryError("no memory for words")),
     (True, "exchange"): (caller, "DeviceExchange", MemoryError("no memory for words")),
@@ -58,7 +62,7 @@ def fails_before(rank: int, ranks: int) -> dict[str, Any]:
             if name in (OF_HOSTS if there else THERE):
                 continue
             key = f"{name} {'there' if there else 'here'}"
-            for pieces in (1,) if name == "ids" else (1, 3):
+            for pieces in (1,) if name.startswith("ids") else (1, 3):
                 failing = mock.patch.object(place, attribute, side_effect=error)
                 own = failing if rank == 1 else nullcontext()
                 with coded_where_rows_are() if there else nullcontext():

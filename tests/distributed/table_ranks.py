@@ -296,7 +296,7 @@ def threads(rank: int, ranks: int) -> dict[str, str]:
     exchange(t)
     inside, leave = threading.Event(), threading.Event()
 
-    def held(*args: Any) -> None:
+    def held(*args: Any, **options: Any) -> None:
         inside.set()
         leave.wait(20)
 

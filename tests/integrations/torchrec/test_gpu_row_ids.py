@@ -1,0 +1,36 @@
+"""Ids of what was looked up on a GPU: those of the CPU, without waiting for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("torchrec", reason="torchrec is not installed")
+
+from torchrec import KeyedJaggedTensor
+
+from bitslab.integrations.torchrec.row_ids import Column, bag_ids, value_ids
+
+pytestmark = pytest.mark.gpu
+
+
+def test_ids_are_found_on_the_gpu_without_waiting_for_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, (3 * 20,), generator=generator)
+    values = torch.randint(9, (int(lengths.sum()),), generator=generator)
+    columns = [
+        Column("a", 0, 4, True, torch.float32),
+        Column("b", 1, 4, False, torch.float32),
+        Column("a", 0, 4, True, torch.float32),
+    ]
+    here = KeyedJaggedTensor(["x", "y", "z"], values, lengths=lengths)
+    there = here.to(torch.device("cuda"))
+    for function in (bag_ids, value_ids):
+        expected = function(here, columns)
+        function(there, columns)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            found = function(there, columns)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        assert torch.equal(found.cpu(), expected)
