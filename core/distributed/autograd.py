@@ -45,8 +45,8 @@ class CompressedAllToAll:
     """An all-to-all of rows that autograd knows: gradients go back compressed, too.
 
     Tensors on the CPU cross by gloo. Those on a GPU are coded there and cross by NCCL, on a stream
-    and a communicator of their own; calls with `error_feedback` wait for the GPU, and with `row_ids`
-    those that decide.
+    and a communicator of their own; calls with `error_feedback` wait for the GPU, and
+    of those with `row_ids` the ones that decide.
     Calls that torch's own collective served are counted in `stats` as ``plain_calls``.
 
     Parameters
@@ -403,10 +403,11 @@ class CompressedAllToAll:
             if plan is None:
                 check_backend(group, given[0].rows.device, self._caller.codec)
                 plan = self._plans.keep(key, plan_of(group, given, self._caller.copied_rank(group)))
-            self._check_ids(plan, given, row_ids)
+            if row_ids is not None:
+                self._check_ids(plan, given, row_ids)
             return Call(
                 plan,
-                list(row_ids or ()),
+                row_ids or (),
                 self._received_ids(plan, received_ids),
                 summed_back=row_ids is not None and torch.is_grad_enabled(),
                 iteration=self.iteration,
@@ -419,10 +420,10 @@ class CompressedAllToAll:
         self,
         plan: CallPlan,
         given: Sequence[Given],
-        row_ids: Sequence[torch.Tensor | None] | None,
+        row_ids: Sequence[torch.Tensor | None],
     ) -> None:
         """Refuse ids that do not fit their rows; what they hold is looked at by the pass."""
-        for part, each, ids in zip(plan.parts, given, row_ids or (), strict=False):
+        for part, each, ids in zip(plan.parts, given, row_ids, strict=True):
             if ids is not None and self._pieces > 1:
                 raise ArgumentError(f"row_ids: given with pieces={self._pieces}")
             repeats_of(each.state.name, each.rows, part.send_rows, ids, needed=False)

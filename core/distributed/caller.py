@@ -40,7 +40,7 @@ from .selection import (
 )
 from .stats import Counters
 from .wire import CAUSES, SHORT_BYTES, Turn
-from .work import Over, UnderWay, refuse_to_wait, this_thread
+from .work import OVER, UnderWay, refuse_to_wait, this_thread
 
 #: What `codec` accepts.
 CODECS = ("auto", "compressed", "raw")
@@ -226,7 +226,7 @@ class Caller:
             What is to be finished then.
         """
         layout = layout or self.layout_of(group, tables)
-        begun: UnderWay = Over()
+        begun: UnderWay = OVER
         try:
             if not self.coded_on_device(tables[0].sent.device):
                 self._exchange_on_host(group, tables, choices, way, layout)

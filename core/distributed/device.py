@@ -130,24 +130,23 @@ class DeviceExchange:
         """Queue encoding on torch's current stream, and all else in the helper's thread."""
         if self._device.type == "cuda":
             self._begun_on = current_stream(self._device)
+        late = False
         for table in self._tables:
             table.places = []
+            late = late or table.late is not None
+        submit = self._helper.lane.submit
         try:
-            if any(table.late is not None for table in self._tables):
-                # The helper's thread waits for the ids, and encodes.
-                self._submit(0, None, self._to_host(())[1])
+            if late:  # the helper's thread waits for the ids, and encodes
+                self._tasks.append(submit(self._stages, 0, None, self._to_host(())[1]))
                 return
             self._drop_own_repeats()
             for piece in range(self._pieces):
-                self._submit(piece, *self._coded(piece))
+                self._tasks.append(submit(self._stages, piece, *self._coded(piece)))
         except BaseException as error:
             if isinstance(error, Exception):
                 self._helper.lane.submit(self._fail, error).wait()
             self._faults.interrupted(error)  # one waits for no rank
             raise
-
-    def _submit(self, piece: int, sent: _OnTheWay | None, behind: torch.cuda.Event | None) -> None:
-        self._tasks.append(self._helper.lane.submit(self._stages, piece, sent, behind))
 
     def _drop_own_repeats(self) -> None:
         """Forget which rows of this rank for itself share an id: these are copied."""

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-import numpy as np
 import torch
 
 from ..engine.kernels.vector_chunks import VectorOptions
-from .messages import Array, Fields, Repeats, on_device
+from .messages import Array, Fields, Repeats
 
 
 class Coder(Protocol):
@@ -138,7 +137,8 @@ def bytes_of(rows: torch.Tensor) -> torch.Tensor:
 
 def uploaded(data: bytes, device: torch.device) -> torch.Tensor:
     """Return bytes on a device; the host waits for nothing."""
-    return on_device(np.frombuffer(bytearray(data), np.uint8), device)
+    t = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+    return t if device.type == "cpu" else t.pin_memory().to(device, non_blocking=True)
 
 
 def wait_for_stream(device: torch.device) -> None:

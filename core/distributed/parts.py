@@ -137,7 +137,7 @@ class Call:
     ----------
     plan : CallPlan
         Of the sizes.
-    row_ids : list of torch.Tensor or None
+    row_ids : sequence of torch.Tensor or None
         By table; empty where none has some.
     received_ids : list
         By table int64, the ids of the rows that come, or None.
@@ -152,7 +152,7 @@ class Call:
     """
 
     plan: CallPlan
-    row_ids: list[torch.Tensor | None]
+    row_ids: Sequence[torch.Tensor | None]
     received_ids: list[Array | None]
     summed_back: bool
     iteration: int

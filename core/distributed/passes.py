@@ -19,7 +19,7 @@ from .layout import Layout, Memory, Rows
 from .messages import REFERENCES, Repeats
 from .parts import Call, Part, Sums, layout_of, spread_to_copies, sums_of
 from .rounding import GradientRounder
-from .work import OfThread, UnderWay, refuse_to_wait, this_thread
+from .work import OVER, OfThread, UnderWay, refuse_to_wait, this_thread
 
 FORWARD, BACKWARD = 0, 1
 
@@ -46,7 +46,8 @@ class Pass:
         ExchangeError, CorruptedDataError
             Of the exchange.
         """
-        self._begun.finish()
+        if self._begun is not OVER:
+            self._begun.finish()
         return self._then()
 
 
@@ -107,7 +108,7 @@ class Passes:
     ) -> None:
         """Have the other ranks know that this one failed before a call; see `Caller.fail_call`."""
         given = device, FORWARD, error
-        if self._in_thread(device, async_op):
+        if async_op and self._in_thread(device):
             helper = helper_of(group)
             helper.lane.submit(self._caller.fail_call, helper.group, *given).wait()
         else:
@@ -127,8 +128,8 @@ class Passes:
                 refuse_to_wait()
             last.wait()
 
-    def _in_thread(self, device: torch.device, async_op: bool) -> bool:
-        return async_op and not self._caller.coded_on_device(device)
+    def _in_thread(self, device: torch.device) -> bool:
+        return not self._caller.coded_on_device(device)
 
     def _begun(
         self,
@@ -139,8 +140,9 @@ class Passes:
         async_op: bool,
     ) -> Pass:
         """Begin a pass in this thread or that of the helper."""
-        if not self._in_thread(tensors[0].device, async_op):
-            self.wait()  # calls are counted in one order
+        if not (async_op and self._in_thread(tensors[0].device)):
+            if self._last is not None:
+                self.wait()  # calls are counted in one order
             return work(group, call, tensors, async_op)
         helper = helper_of(group)
 
@@ -180,7 +182,7 @@ class Passes:
     def _rows(self, call: Call, tensors: Sequence[torch.Tensor], memory: Memory) -> list[Rows]:
         """Return rows as they are sent forward, with their bounds, and those that share an id."""
         plan, rows = call.plan, []
-        there = self._caller.coded_on_device(tensors[0].device)
+        there = bool(call.row_ids) and self._caller.coded_on_device(tensors[0].device)
         by_id: dict[int, RowsById] = {}
         looked_at: bool | None = None  # asked once, where a table has a bound or ids
         for number, (part, t) in enumerate(zip(plan.parts, tensors, strict=True)):
@@ -299,7 +301,6 @@ class Passes:
         layout: Layout,
         async_op: bool,
     ) -> UnderWay:
-        self._caller.faults.check()
         this_call = object()
         try:
             # Inside of what ends it: no interrupt comes between.

@@ -15,7 +15,7 @@ from .buffers import Buffers
 from .faults import Faults
 from .layout import Layout, Plain, Rows
 from .stats import Counters
-from .work import OfTorch, Over, UnderWay
+from .work import OVER, OfTorch, UnderWay
 
 
 class PlainExchange:
@@ -68,13 +68,13 @@ class PlainExchange:
         self._faults.check()
         started = time.perf_counter()
         layout = self._layout
-        begun: UnderWay = Over()
+        begun: UnderWay = OVER
         try:
             if len(layout.wide) == 1:
                 table = self._tables[layout.wide[0]]
                 into, rows = table.received.view(torch.uint8), table.sent.view(torch.uint8)
                 work = self._delivered(into, rows, table.receive_rows, table.send_rows, async_op)
-                begun = Over() if work is None else OfTorch(work, self._faults)
+                begun = OVER if work is None else OfTorch(work, self._faults)
             elif layout.wide:
                 begun = self._deliver_together(async_op)
         except BaseException as error:
@@ -127,7 +127,7 @@ class PlainExchange:
         if work is not None:
             return OfTorch(work, self._faults, written)
         written()
-        return Over()
+        return OVER
 
     def _gather(self, given: torch.Tensor) -> None:
         """Write rows to bytes, rank after rank and table after table."""

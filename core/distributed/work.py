@@ -286,3 +286,7 @@ class Over:
     def call_when_over(self, call: Callable[[], object]) -> None:
         """Call it."""
         call()
+
+
+#: One serves all: it has no state.
+OVER = Over()
