@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from .faults import ExchangeError, Faults
+from .faults import ExchangeError, Faults, cause_of, reason_of
 from .pairs import TERMS
 from .wire import (
     CAUSES,
@@ -232,6 +232,40 @@ def failed_elsewhere(what: str, causes: Mapping[int, int], faults: Faults) -> Ex
     )
     faults.failed(reason, known_to_all=True)
     return ExchangeError(reason)
+
+
+def agree(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    faults: Faults,
+    numbers: Sequence[float] = (),
+    error: Exception | None = None,
+) -> list[float]:
+    """Return the largest of each of all ranks' numbers, found by one small all-reduce.
+
+    Where a rank has an `error`, all raise: it would not take part in what the others do next.
+
+    Raises
+    ------
+    ExchangeError
+        When the all-reduce fails, or another rank has an error.
+    Exception
+        The error.
+    """
+    failed = 0.0
+    if error is not None:
+        faults.failed(reason_of(error), known_to_all=False, cause=cause_of(error))
+        failed = 1.0 + group.rank() * len(CAUSES) + faults.cause
+    largest = torch.tensor([failed, *numbers], dtype=torch.float64, device=device)
+    faults.stage("sizes", lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, group=group))
+    failed, *found = largest.tolist()
+    if error is not None:
+        faults.reported()
+        raise error
+    if failed:
+        rank, cause = divmod(int(failed) - 1, len(CAUSES))
+        raise failed_elsewhere("this exchange", {rank: cause}, faults)
+    return found
 
 
 def _cause(number: int) -> str:

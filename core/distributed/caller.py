@@ -15,10 +15,11 @@ from ..engine.advisor import NetworkModel, network_model
 from ..engine.codecs import BoundedVectorCodec
 from ..engine.transfer import ThreadLane
 from ..errors import ArgumentError, ArgumentTypeError
-from .agreement import failed_elsewhere
+from .agreement import agree
 from .buffers import MOST_BYTES, Buffers
 from .device import DeviceExchange, say_failed_there
 from .device_parts import wait_for_stream
+from .device_selection import choose_there
 from .exchange import Exchange, say_failed
 from .faults import ContentError, Faults, cause_of, reason_of
 from .helpers import helper_of
@@ -39,7 +40,7 @@ from .selection import (
     saved_seconds,
 )
 from .stats import Counters
-from .wire import CAUSES, SHORT_BYTES, Turn
+from .wire import SHORT_BYTES, Turn
 from .work import OVER, UnderWay, refuse_to_wait, this_thread
 
 #: What `codec` accepts.
@@ -136,7 +137,7 @@ class Caller:
             self.faults.parted, self._kinds = False, Kinds()
         of_kind = self._kinds.of(kind)
         if of_kind.begin(own):
-            of_kind.agree(self._agree(group, device, of_kind.misfits()))
+            of_kind.agree(agree(group, device, self.faults, of_kind.misfits()))
         self.decision = of_kind.decision
         return of_kind.choice(bounded=bounded)
 
@@ -231,11 +232,11 @@ class Caller:
             if not self.coded_on_device(tables[0].sent.device):
                 self._exchange_on_host(group, tables, choices, way, layout)
             elif async_op:
-                begun = self.start(group, tables, way, layout, async_op=True)
+                begun = self.start(group, tables, choices, way, layout, async_op=True)
             else:
                 if this_thread.completes:
                     refuse_to_wait()
-                self.start(group, tables, way, layout).finish()
+                self.start(group, tables, choices, way, layout).finish()
         except BaseException as error:
             self.faults.interrupted(error)
             raise
@@ -354,7 +355,7 @@ class Caller:
         with suppress(Exception):  # the error that is reported is raised
             if due and (there or plain):
                 numbers = 1 if there else self.decision.count
-                self._agree(group, device, [-1.0] * numbers, error)
+                agree(group, device, self.faults, [-1.0] * numbers, error)
             elif plain:
                 self.faults.broken(reason_of(error))
             elif there:
@@ -376,6 +377,7 @@ class Caller:
         self,
         group: dist.ProcessGroup,
         tables: Sequence[Rows],
+        choices: Sequence[TableChoice],
         way: int = 0,
         layout: Layout | None = None,
         *,
@@ -387,7 +389,7 @@ class Caller:
 
         Parameters
         ----------
-        group, tables, way, layout
+        group, tables, choices, way, layout
             As for `exchange`.
         async_op : bool
             Whether torch's own collective is asynchronous, and the exchange may be finished on any
@@ -409,10 +411,12 @@ class Caller:
         self.faults.check()
         turn = self._turn(way)
         if self.codec == "auto" and self.decision.is_due(way):
-            self._measure_modes(group, tables, way, layout, turn)
+            self._measure_modes(group, tables, choices, way, layout, turn)
         mode = self._mode(way)
         if mode == PLAIN:
             return self._plain(group, tables, self.counters[way], layout, async_op=async_op)
+        for table, choice in zip(tables, choices, strict=True):
+            table.candidate = choice.candidate
         exchange = self._coded(group, tables, self.counters[way], layout, mode, turn, async_op)
         self.decision.agreed(way)
         exchange.start()
@@ -452,28 +456,36 @@ class Caller:
         self,
         group: dist.ProcessGroup,
         tables: Sequence[Rows],
+        choices: Sequence[TableChoice],
         way: int,
         layout: Layout,
         turn: Turn,
     ) -> None:
         """Exchange these rows in each mode, and decide by what the slowest rank's exchanges took.
 
-        As a whole: what coding takes a GPU, and a link for fewer bytes, says nothing of the host,
-        which takes most of an exchange of small tables. Where all rows cross, so do all gradients
-        back: what that takes is counted, too.
+        Before, it is chosen how each table's rows are written. As a whole: what coding takes a GPU,
+        and a link for fewer bytes, says nothing of the host, which takes most of an exchange of
+        small tables. Where all rows cross, so do all gradients back: what that takes is counted,
+        too.
         """
         device, saved = tables[0].sent.device, saved_back_bytes(group.rank(), tables)
-        (any_saved,) = self._agree(group, device, [float(saved > 0)])
+        model, failed = self._network(group, device), None
+        try:
+            if model is not None:
+                trial = self._coded(group, tables, Counters(), layout, COMPRESSED, turn)
+                choose_there(trial, tables, choices, model)
+        except Exception as error:  # this rank's alone
+            failed = error
+        (any_saved,) = agree(group, device, self.faults, [float(saved > 0)], failed)
         seconds = []
         for mode in MODES:
             trials = 0 if mode == PIECES and self._pieces == 1 else 1 + TRIALS
             took = [self._seconds_of(group, tables, layout, mode, turn) for _ in range(trials)]
             # The first one may compile, or make connections.
             seconds.append(min(took[1:], default=-1.0))
-        model = self._network(group, device) if any_saved else None
-        if model is not None:
+        if model is not None and any_saved:
             seconds[MODES.index(PLAIN)] += saved_seconds(model, layout.all_raw_bytes, saved)
-        self.decision.decide_way(way, self._agree(group, device, seconds))
+        self.decision.decide_way(way, agree(group, device, self.faults, seconds))
 
     def _seconds_of(
         self,
@@ -492,7 +504,7 @@ class Caller:
             replace(t, repeats=None if t.repeats is None else list(t.repeats), places=[])
             for t in tables
         ]
-        self._agree(group, device)
+        agree(group, device, self.faults)
         started, failed = time.perf_counter(), None
         if mode == PLAIN:
             self._plain(group, copies, Counters(), layout)
@@ -507,7 +519,7 @@ class Caller:
                 raise
             failed = error
         seconds = time.perf_counter() - started
-        self._agree(group, device, error=failed)
+        agree(group, device, self.faults, error=failed)
         return seconds
 
     def _pieces_lane(self) -> ThreadLane | None:
@@ -550,38 +562,13 @@ class Caller:
             record.encode_s += raw * found.encode_s_per_byte
             record.decode_s += raw * found.decode_s_per_byte
         predicted = as_floats(self._predictions(group))
-        self.decision.decide_by(self._agree(group, tables[0].sent.device, predicted))
+        slowest = agree(group, tables[0].sent.device, self.faults, predicted)
+        self.decision.decide_by(slowest)
 
     def _predictions(self, group: dist.ProcessGroup) -> list[int]:
         """Return this rank's predictions as numbers, of a call that decides."""
         assert self._model is not None  # `_choose` asked for it
         return self.decision.predictions(self._model, group.size() - 1, SHORT_BYTES)
-
-    def _agree(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        numbers: Sequence[float] = (),
-        error: Exception | None = None,
-    ) -> list[float]:
-        """Return the largest of each of all ranks' numbers, found by one small all-reduce.
-
-        Where a rank has an `error`, all raise: it would not take part in what the others do next.
-        """
-        failed = 0.0
-        if error is not None:
-            self.faults.failed(reason_of(error), known_to_all=False, cause=cause_of(error))
-            failed = 1.0 + group.rank() * len(CAUSES) + self.faults.cause
-        largest = torch.tensor([failed, *numbers], dtype=torch.float64, device=device)
-        self.faults.stage("sizes", lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, group=group))
-        failed, *found = largest.tolist()
-        if error is not None:
-            self.faults.reported()
-            raise error
-        if failed:
-            rank, cause = divmod(int(failed) - 1, len(CAUSES))
-            raise failed_elsewhere("this exchange", {rank: cause}, self.faults)
-        return found
 
     def _plain(
         self,

@@ -196,7 +196,7 @@ def all_to_all_single(
         if not async_op:
             caller.exchange(group, [rows], [choice])
             return None
-        return ExchangeWork(output, caller.start(group, [rows], async_op=True))
+        return ExchangeWork(output, caller.start(group, [rows], [choice], async_op=True))
 
     def run(over: dist.ProcessGroup, caller: Caller) -> None:
         choice = caller.begin_call(over, input.device, kind, own, bounded=bound is not None)

@@ -26,6 +26,7 @@ from .agreement import Difference
 from .buffers import Buffers
 from .device_parts import Coded, Coder, Joined, Message, Part, Section, bytes_of, uploaded
 from .device_reader import DeviceReader
+from .device_selection import Trial
 from .faults import ExchangeError, Faults, cause_of, reason_of
 from .helpers import Helper
 from .layout import Layout, Rows, sizes_of_tables
@@ -109,6 +110,7 @@ class DeviceExchange:
         self._begun_on: torch.cuda.Stream | None = None
         self._stopped, self._async = False, async_op
         self._damage: Exception | None = None
+        self._some_raw = False
         #: Whether all has crossed: what fails then, fails on this rank alone.
         self.crossed = False
         self._tasks: list[ThreadTask[torch.cuda.Event | None]] = []
@@ -134,6 +136,7 @@ class DeviceExchange:
         for table in self._tables:
             table.places = []
             late = late or table.late is not None
+            self._some_raw = self._some_raw or table.candidate.raw
         submit = self._helper.lane.submit
         try:
             if late:  # the helper's thread waits for the ids, and encodes
@@ -212,20 +215,27 @@ class DeviceExchange:
             self._sent = {i: t.sent.split_with_sizes(list(t.send_rows)) for i, t in tables}
         return self._sent
 
-    def trial(self) -> tuple[float, float, int]:
-        """Return the seconds of encoding and decoding what is sent, and its bytes; waits."""
+    def trial(self) -> Trial:
+        """Return what encoding and decoding what is sent takes; waits."""
         coded: list[Coded] = []
+        parts = self._parts(0)
+        raw_bytes, moved_bytes = ([0] * len(self._tables) for _ in range(2))
+        for part in parts:
+            raw_bytes[part.table] += part.rows.nbytes
 
         def encode_all() -> None:
             self._give_back()
-            coded[:] = self._encoded(self._parts(0))
+            coded[:] = self._encoded(self._not_raw(parts))
 
         with own_stream(self._device):
             encode = self._best(encode_all)
-            moved, decode = 0, 0.0
+            decode = 0.0
+            for part in self._raw(parts):
+                moved_bytes[part.table] += part.coded.nbytes
             for each in coded:
                 pieces = self._bodies(each, each.offsets.tolist(), each.sizes.tolist())
-                moved += sum(piece.nbytes for piece in pieces)
+                for part, piece in zip(each.parts, pieces, strict=True):
+                    moved_bytes[part.table] += piece.nbytes
                 bodies = [
                     (piece, torch.empty_like(part.coded))
                     for part, piece in zip(each.parts, pieces, strict=True)
@@ -233,7 +243,7 @@ class DeviceExchange:
                 ]
                 decode += self._best(partial(self._reader.decode, bodies))
         self._give_back()
-        return encode, decode, moved
+        return Trial(encode, decode, raw_bytes, moved_bytes)
 
     def _best(self, work: Any) -> float:
         return min(work_seconds(self._device, work) for _ in range(2))
@@ -280,10 +290,20 @@ class DeviceExchange:
 
     def _coded(self, piece: int) -> tuple[_OnTheWay, torch.cuda.Event | None]:
         """Encode a piece; return it, and the event behind its sizes."""
-        coded = self._encoded(self._parts(piece))
+        parts, raw = self._parts(piece), list[Part]()
+        if self._some_raw:
+            parts, raw = self._not_raw(parts), self._raw(parts)
+        coded = self._encoded(parts)
         numbers = [t for each in coded for t in (each.offsets, each.sizes)]
         host, encoded = self._to_host(numbers)
-        return _OnTheWay(coded, host), encoded
+        return _OnTheWay(coded, raw, host), encoded
+
+    def _raw(self, parts: Sequence[Part]) -> list[Part]:
+        """Return those of tables that are sent as they are."""
+        return [part for part in parts if self._tables[part.table].candidate.raw]
+
+    def _not_raw(self, parts: Sequence[Part]) -> list[Part]:
+        return [part for part in parts if not self._tables[part.table].candidate.raw]
 
     def _to_host(
         self, numbers: Sequence[torch.Tensor]
@@ -370,7 +390,7 @@ class DeviceExchange:
             self._lane.keep(*{id(t): t for t in received}.values())
         if self._faults.to_report:
             raise self._faults.pending()
-        return self._joined(self._messages(sent.coded, sent.numbers.tolist()))
+        return self._joined(self._messages(sent))
 
     def _coded_here(
         self, behind: torch.cuda.Event | None
@@ -401,36 +421,38 @@ class DeviceExchange:
         taken, self._taken = self._taken, []
         self._buffers.forget(*taken)
 
-    def _messages(self, coded: list[Coded], numbers: list[int]) -> list[Message]:
+    def _messages(self, sent: _OnTheWay) -> list[Message]:
         """Return what is sent to each rank."""
         found: list[Message] = [[] for _ in range(self._size)]
-        kept, at = [], 0
-        for each in coded:
+        kept, at, numbers = list[torch.Tensor](), 0, sent.numbers.tolist()
+        pairs: list[tuple[Part, torch.Tensor]] = []
+        for each in sent.coded:
             count = len(each.parts)
             offsets, sizes = numbers[at : at + count + 1], numbers[at + count + 1 :][:count]
             at += 2 * count + 1
             kept.append(each.out)
-            for part, body, n in zip(
-                each.parts, self._bodies(each, offsets, sizes), sizes, strict=True
-            ):
-                table, head = self._tables[part.table], b""
-                if part.repeats is not None:
-                    written = np.empty(part.repeats.nbytes, np.uint8)
-                    part.repeats.write(written)
-                    head = written.tobytes()
-                    if len(head) + body.nbytes >= part.rows.nbytes:
-                        head, body = b"", bytes_of(part.rows)
-                    kept += [part.rows, part.coded]
-                elif n >= part.rows.nbytes:
-                    kept.append(part.rows)  # they cross from where they are
-                if table.repeats and not head:
-                    table.repeats[part.to] = None
-                n_bytes = len(head) + body.nbytes
-                found[part.to].append(Section(part.table, head, body, n_bytes))
-                table.moved_bytes += n_bytes
+            pairs += zip(each.parts, self._bodies(each, offsets, sizes), strict=True)
+        if sent.raw:
+            pairs += [(part, bytes_of(part.coded)) for part in sent.raw]
+        for part, body in pairs:
+            table, head = self._tables[part.table], b""
+            if part.repeats is not None:
+                written = np.empty(part.repeats.nbytes, np.uint8)
+                part.repeats.write(written)
+                head = written.tobytes()
+                if len(head) + body.nbytes >= part.rows.nbytes:
+                    head, body = b"", bytes_of(part.rows)
+                kept += [part.rows, part.coded]
+            elif body.nbytes >= part.rows.nbytes:
+                kept.append(part.rows)  # they cross from where they are
+            if table.repeats and not head:
+                table.repeats[part.to] = None
+            n_bytes = len(head) + body.nbytes
+            found[part.to].append(Section(part.table, head, body, n_bytes))
+            table.moved_bytes += n_bytes
         if self._lane is not None:
             self._lane.keep(*kept)
-        if len(coded) > 1:  # of several dtypes
+        if len(sent.coded) > 1 or sent.raw:  # of several dtypes, say
             for message in found:
                 message.sort(key=lambda section: section.table)
         return found
@@ -522,9 +544,13 @@ class DeviceExchange:
 
 
 class _OnTheWay(NamedTuple):
-    """What was encoded, and its places and sizes, which the host may read behind an event."""
+    """What was encoded, what crosses as it is, and places and sizes of the former.
+
+    The host may read these behind an event.
+    """
 
     coded: list[Coded]
+    raw: list[Part]
     numbers: torch.Tensor
 
 

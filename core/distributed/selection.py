@@ -115,10 +115,22 @@ class TableChoice:
         candidates = WITHIN_BOUND if bound else EVERY_BIT
         if repeats is not None and len(sample) < len(rows):
             repeats = Repeats.of(torch.from_numpy(repeats.places[: len(sample)]))
-        self.measured = {c.name: measure(sample, bound, c, repeats) for c in candidates}
+        self.take_fastest({c: measure(sample, bound, c, repeats) for c in candidates}, model)
+
+    def take_fastest(self, measured: Mapping[Candidate, Measured], model: NetworkModel) -> None:
+        """Choose the fastest of ways that were measured, or stay with a way that is hardly slower.
+
+        Parameters
+        ----------
+        measured : mapping of Candidate to Measured
+            One way or more.
+        model : NetworkModel
+            What the group's link takes.
+        """
+        self.measured = {c.name: of_way for c, of_way in measured.items()}
         link = 1 / model.bytes_per_s
-        cost = {c.name: self.measured[c.name].s_per_byte(link) for c in candidates}
-        best = min(candidates, key=lambda c: cost[c.name])
+        cost = {name: of_way.s_per_byte(link) for name, of_way in self.measured.items()}
+        best = min(measured, key=lambda c: cost[c.name])
         now = cost.get(self.candidate.name, math.inf)
         if cost[best.name] < HYSTERESIS * now:
             self.candidate = best

@@ -89,7 +89,7 @@ def as_on_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
 
     for bound in (0.0, 0.02):
         tables, made = exchange(bound, Faults(lasting=True))
-        encode_s, decode_s, moved = made.trial()
+        trial = made.trial()
         made.run()
         equal = []
         for i, table in enumerate(tables):
@@ -100,7 +100,11 @@ def as_on_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
             seen[f"moved {i} {bound}"] = table.moved_bytes > 0
         seen[f"equal {bound}"] = all(equal)
         parts = sum(table.moved_bytes for table in tables)
-        seen[f"trial {bound}"] = moved == parts and encode_s > 0 < decode_s
+        seen[f"trial {bound}"] = (
+            trial.moved_bytes == [table.moved_bytes for table in tables]
+            and trial.raw_bytes == [table.raw_bytes(rank) for table in tables]
+            and trial.encode_s > 0 < trial.decode_s
+        )
         seen[f"fewer {bound}"] = parts < sum(table.raw_bytes(rank) for table in tables)
     faults = Faults(lasting=True)
     # Rank 0 has rows for rank 1 that it does not expect.

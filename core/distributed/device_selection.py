@@ -1,0 +1,80 @@
+"""How tables' rows on a GPU are written: each way measured there, of all tables at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..engine.advisor import NetworkModel
+from .layout import Rows
+from .messages import RAW, REFERENCES, Candidate
+from .selection import EVERY_BIT, WITHIN_BOUND, Measured, TableChoice
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What coding rows took that are sent, by tables as they are written.
+
+    Parameters
+    ----------
+    encode_s, decode_s : float
+        Seconds of all tables.
+    raw_bytes, moved_bytes : list of int
+        By table, of its rows for other ranks, and of what would cross for them.
+    """
+
+    encode_s: float
+    decode_s: float
+    raw_bytes: list[int]
+    moved_bytes: list[int]
+
+
+class Tries(Protocol):
+    """Codes rows of tables as `Rows.candidate` has it, and sends nothing."""
+
+    def trial(self) -> Trial:
+        """Return what that takes; waits for the device."""
+
+
+def choose_there(
+    tries: Tries, tables: Sequence[Rows], choices: Sequence[TableChoice], model: NetworkModel
+) -> None:
+    """Measure all candidates of tables whose rows are coded where they are; choose the fastest.
+
+    One pipeline codes all tables, so that each has a share of its seconds, by its bytes: alone a
+    small table would have to pay for all of its launches.
+
+    Parameters
+    ----------
+    tries : Tries
+        Of these tables.
+    tables : sequence of Rows
+        Their candidates are changed.
+    choices : sequence of TableChoice
+        One a table.
+    model : NetworkModel
+        What the group's link takes.
+    """
+    candidates = [WITHIN_BOUND if _is_bounded(table) else EVERY_BIT for table in tables]
+    found: list[dict[Candidate, Measured]] = [{} for _ in tables]
+    for candidate in dict.fromkeys(c for of_table in candidates for c in of_table):
+        for table, of_table in zip(tables, candidates, strict=True):
+            table.candidate = candidate if candidate in of_table else REFERENCES
+        trial = tries.trial()
+        total = sum(trial.raw_bytes) or 1
+        encode, decode = trial.encode_s / total, trial.decode_s / total
+        if candidate == RAW:
+            encode = decode = 0.0  # they are not coded
+        for number, (raw, moved) in enumerate(zip(trial.raw_bytes, trial.moved_bytes, strict=True)):
+            if raw and candidate in candidates[number]:
+                found[number][candidate] = Measured(raw / max(1, moved), encode, decode)
+    for choice, measured in zip(choices, found, strict=True):
+        if measured:
+            choice.take_fastest(measured, model)
+
+
+def _is_bounded(table: Rows) -> bool:
+    return isinstance(table.bound, torch.Tensor) or table.bound > 0
