@@ -212,7 +212,8 @@ class CompressedAllToAll:
             Rows that are only equal, or made equal by a bound, are not summed. Decisions count what
             that saves on the way back. Not with pieces.
         received_ids : torch.Tensor, optional
-            Integers ``[M]``, for `error_feedback`: the ids of the rows that come.
+            Integers ``[M]``, for `error_feedback`: the ids of the rows that come. Below 0: of a row
+            of which nothing is kept.
 
         Returns
         -------
@@ -308,7 +309,8 @@ class CompressedAllToAll:
         Parameters
         ----------
         inputs, output_split_sizes, input_split_sizes, row_ids, received_ids
-            As for `exchange_tables`. Inputs are not to be changed until ``wait()`` returned.
+            As for `exchange_tables`. Inputs are not to be changed until ``wait()`` returned. Ids
+            that come with the rows themselves may be given to `TablesInFlight.know_ids`.
 
         Returns
         -------
@@ -408,7 +410,7 @@ class CompressedAllToAll:
             return Call(
                 plan,
                 row_ids or (),
-                self._received_ids(plan, received_ids),
+                self._received_ids(plan, received_ids, needed=not async_op),
                 summed_back=row_ids is not None and torch.is_grad_enabled(),
                 iteration=self.iteration,
             )
@@ -429,7 +431,11 @@ class CompressedAllToAll:
             repeats_of(each.state.name, each.rows, part.send_rows, ids, needed=False)
 
     def _received_ids(
-        self, plan: CallPlan, received_ids: Sequence[torch.Tensor | None] | None
+        self,
+        plan: CallPlan,
+        received_ids: Sequence[torch.Tensor | None] | None,
+        *,
+        needed: bool,
     ) -> list[Array | None]:
         """Return by table the ids of the rows that come."""
         if received_ids is None and not self._rounder.feedback_rows:
@@ -439,7 +445,7 @@ class CompressedAllToAll:
                 part.state.name,
                 None if received_ids is None else received_ids[number],
                 sum(part.receive_rows),
-                needed=self._rounder.feedback_rows > 0,
+                needed=needed and self._rounder.feedback_rows > 0,
             )
             for number, part in enumerate(plan.parts)
         ]

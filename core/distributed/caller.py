@@ -468,15 +468,20 @@ class Caller:
         small tables. Where all rows cross, so do all gradients back: what that takes is counted,
         too.
         """
-        device, saved = tables[0].sent.device, saved_back_bytes(group.rank(), tables)
-        model, failed = self._network(group, device), None
+        device, saved, failed = tables[0].sent.device, 0, None
+        try:
+            saved = saved_back_bytes(group.rank(), tables)
+        except Exception as error:  # this rank's alone
+            failed = error
+        (any_saved,) = agree(group, device, self.faults, [float(saved > 0)], failed)
+        model = self._network(group, device)
         try:
             if model is not None:
                 trial = self._coded(group, tables, Counters(), layout, COMPRESSED, turn)
                 choose_there(trial, tables, choices, model)
-        except Exception as error:  # this rank's alone
+        except Exception as error:
             failed = error
-        (any_saved,) = agree(group, device, self.faults, [float(saved > 0)], failed)
+        agree(group, device, self.faults, error=failed)
         seconds = []
         for mode in MODES:
             trials = 0 if mode == PIECES and self._pieces == 1 else 1 + TRIALS

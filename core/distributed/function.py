@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
 from ..tracing import not_traced
-from .checks import rows_of
+from .checks import check_names, checked_ids, rows_of
 from .parts import Call
 from .passes import InFlight, Passes
 
@@ -118,6 +118,7 @@ class TablesInFlight:
         tensors: Sequence[torch.Tensor],
     ) -> None:
         self._in_flight: InFlight | None = in_flight
+        self._call = in_flight.call
         self._names = names
         self._begun: torch.Tensor = BeginFunction.apply(in_flight, *tensors)  # type: ignore[no-untyped-call]
         self._found: dict[str, torch.Tensor] = {}
@@ -141,6 +142,26 @@ class TablesInFlight:
             self._found = {name: t for name, t in pairs if name is not None}
             self._in_flight = None
         return dict(self._found)
+
+    def know_ids(self, received_ids: Mapping[str, torch.Tensor]) -> None:
+        """Give the ids of rows that come, for ``error_feedback``, where they were not known before.
+
+        Parameters
+        ----------
+        received_ids : mapping of str to torch.Tensor
+            By table integers ``[M]``, before gradients go back.
+
+        Raises
+        ------
+        ArgumentError, ArgumentTypeError
+            When they are not as above.
+        """
+        check_names([name for name in self._names if name is not None], received_ids=received_ids)
+        for number, name in enumerate(self._names):
+            if name is not None and name in received_ids:
+                rows = sum(self._call.plan.parts[number].receive_rows)
+                ids = checked_ids(name, received_ids[name], rows, needed=True)
+                self._call.received_ids[number] = ids
 
 
 def _mark(ctx: Any, call: Call, results: Sequence[torch.Tensor]) -> None:

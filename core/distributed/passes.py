@@ -12,8 +12,9 @@ from ..engine.tasks import ThreadTask
 from ..errors import ArgumentError
 from .bounds import ErrorBound
 from .caller import Caller
-from .checks import repeats_of, rows_of
+from .checks import named, repeats_of, rows_of
 from .device_repeats import FoundRepeats, LateRepeats, RowsById
+from .faults import ContentError
 from .helpers import helper_of
 from .layout import Layout, Memory, Rows
 from .messages import REFERENCES, Repeats
@@ -269,6 +270,11 @@ class Passes:
             flat = each.rows
             bound: float | torch.Tensor = 0.0
             if self._backward_bound is not None and flat.dtype in KINDS:
+                if self._rounder.feedback_rows and each.ids is None and len(flat):
+                    argument = named("received_ids", part.state.name)
+                    raise ContentError(
+                        f"{argument}: None, error_feedback keeps what was lost by id"
+                    )
                 own = each.own(copied)
                 if looked_at:
                     crossing = (flat[: own.start], flat[own.stop :])

@@ -148,13 +148,14 @@ class ErrorFeedback:
     def keep(self, lost: torch.Tensor, ids: Array) -> None:
         """Keep what rows ``[N, row]`` lost, in place of what was kept of them; waits for a GPU.
 
-        Elements that are no finite numbers count as 0.
+        Elements that are no finite numbers count as 0; of ids below 0 nothing is kept.
         """
         self._time += 1
-        distinct, places = np.unique(ids, return_inverse=True)
+        named = ids >= 0
+        distinct, places = np.unique(ids[named], return_inverse=True)
         sums = np.zeros((len(distinct), self._lost.shape[1]), np.float32)
         finite = torch.nan_to_num(lost.float(), 0.0, 0.0, 0.0).cpu().numpy()
-        np.add.at(sums, places.reshape(-1), finite)
+        np.add.at(sums, places.reshape(-1), finite[named])
         others = ~np.isin(self._ids, distinct, assume_unique=True)
         all_ids = np.concatenate([self._ids[others], distinct])
         ages = np.concatenate([self._ages[others], np.full(len(distinct), self._time)])

@@ -126,6 +126,7 @@ def compress_communication(
     backward: str | float | ErrorBound = "lossless",
     *,
     row_ids: bool = True,
+    error_feedback: int = 0,
     codec: str = "auto",
 ) -> CommunicationReport:
     """Compress what the sharded collections of a model send to other ranks, both ways.
@@ -155,6 +156,10 @@ def compress_communication(
         Whether gradients of copies of a row go back as their sum. Without, each goes back by
         itself, and training is that of the plain exchange bit for bit (row-wise, of two ranks).
         Of tables on a GPU they are found there, and the host does not wait for them.
+    error_feedback : int
+        Rows of each table of which a rank keeps what rounding took from their gradients, to add it
+        the next time, where bags have exactly one id and no weight; those that were met longest ago
+        go first. The ids then cross with the rows. 0: none. Only with a bound of gradients.
     codec : str
         ``"auto"``: what takes less time as measured, which is a plain exchange on a fast link;
         ``"compressed"`` or ``"raw"``: always so.
@@ -179,7 +184,12 @@ def compress_communication(
     Traceback (most recent call last):
     bitslab.errors.ArgumentError: model: has no sharded collection; give a DistributedModelParallel
     """
-    CompressedAllToAll(backward=backward, codec=codec)  # what is not accepted is refused here
+    options: dict[str, Any] = {
+        "backward": backward,
+        "codec": codec,
+        "error_feedback": error_feedback,
+    }
+    CompressedAllToAll(**options)  # what is not accepted is refused here
     if not isinstance(row_ids, bool):
         raise ArgumentTypeError(f"row_ids: expected a bool, got {row_ids!r:.60}")
     modules = dict(_sharded(model))
@@ -197,7 +207,7 @@ def compress_communication(
             if why:
                 report.left[key] = why
                 continue
-            compressed = _compressed(plain, sharding, bound_of, backward, codec)
+            compressed = _compressed(plain, sharding, bound_of, row_ids=row_ids, **options)
             made.append((module, place, compressed))
             tables = dict.fromkeys(c.table for part in compressed.columns for c in part)
             bounds = {str(bound) for t in tables if (bound := bound_of(t)) is not None}
@@ -213,7 +223,7 @@ def compress_communication(
     try:
         for module, place, compressed in made:
             _dists(module)[place] = compressed
-            if row_ids:
+            if row_ids or error_feedback:
                 compressed.watch(module._lookups[place])
     except BaseException:  # an interrupt, say: no rank goes on with a part of them
         for module, place, compressed in made:
@@ -347,8 +357,7 @@ def _compressed(
     plain: Any,
     sharding: Any,
     bound_of: Callable[[str], Bound],
-    backward: str | float | ErrorBound,
-    codec: str,
+    **options: Any,
 ) -> CompressedDist:
     """Return what takes the place of an output dist."""
     group, columns = _group(sharding), columns_of(sharding)
@@ -360,7 +369,7 @@ def _compressed(
     else:
         ranks = group.size() if kind is CompressedReduceScatterDist else 1
         messages = messages_of(columns, lambda table: _share(bound_of(table), ranks))
-    return kind(plain, group, columns, messages, backward, codec)
+    return kind(plain, group, columns, messages, **options)
 
 
 def _group(sharding: Any) -> dist.ProcessGroup:

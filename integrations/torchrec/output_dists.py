@@ -100,8 +100,11 @@ class CompressedDist(torch.nn.Module):
         Of each rank.
     messages : list of Message
         What is sent.
-    backward, codec
-        As for `CompressedAllToAll`.
+    backward, codec, error_feedback
+        As for `CompressedAllToAll`. With error feedback ids of rows cross with them: the rank that
+        sends gradients back keeps by these what they lose.
+    row_ids : bool
+        Whether gradients of copies of a row go back as their sum.
     """
 
     def __init__(
@@ -110,15 +113,23 @@ class CompressedDist(torch.nn.Module):
         group: dist.ProcessGroup,
         columns: Sequence[Sequence[Column]],
         messages: list[Message],
+        *,
         backward: str | float | ErrorBound,
         codec: str,
+        error_feedback: int,
+        row_ids: bool,
     ) -> None:
         super().__init__()
         # In a tuple: what it replaces is no part of the model.
         self._replaced = (plain,)
         self.messages = messages
         tables = [message.table for message in messages]
-        self.exchange = CompressedAllToAll(group, tables, backward=backward, codec=codec)
+        self.row_ids, self.ids_cross = row_ids, error_feedback > 0
+        if self.ids_cross:
+            tables += [Table(_ids_name(table.name), 1, torch.int64) for table in tables]
+        self.exchange = CompressedAllToAll(
+            group, tables, backward=backward, error_feedback=error_feedback, codec=codec
+        )
         self.rank, self.ranks = dist.get_rank(group), dist.get_world_size(group)
         self.columns, self.mine = columns, columns[self.rank]
         self.features = SeenFeatures()
@@ -208,10 +219,10 @@ class CompressedDist(torch.nn.Module):
             ]
             receive[name] = [sum(part) for part in received[name]]
             send[name] = [sum(part[place] for place in mine) for part in sizes]
-        begun = self.exchange.begin_tables(inputs, receive, send, row_ids=row_ids)
+        begun = self.begun(inputs, receive, send, row_ids)
 
         def waited() -> dict[tuple[int, int], torch.Tensor]:
-            came = begun.wait()
+            came = begun()
             found: dict[tuple[int, int], torch.Tensor] = {}
             for message in self.messages:
                 name = message.table.name
@@ -219,6 +230,44 @@ class CompressedDist(torch.nn.Module):
             return found
 
         return waited
+
+    def begun(
+        self,
+        inputs: dict[str, torch.Tensor],
+        receive: dict[str, list[int]],
+        send: dict[str, list[int]],
+        row_ids: dict[str, torch.Tensor],
+    ) -> Callable[[], dict[str, torch.Tensor]]:
+        """Begin an exchange of tables, and of their ids where these cross; return what waits."""
+        names = list(inputs)
+        with_ids = self.ids_cross and torch.is_grad_enabled()
+        if with_ids:
+            for name in names:
+                rows, ids = inputs[name], row_ids.get(name)
+                if ids is None:  # not known: nothing is kept of these rows
+                    ids = torch.full((len(rows),), -1, device=rows.device)
+                inputs[_ids_name(name)] = ids[:, None]
+                receive[_ids_name(name)], send[_ids_name(name)] = receive[name], send[name]
+        given = row_ids if self.row_ids else None
+        under_way = self.exchange.begin_tables(inputs, receive, send, row_ids=given)
+
+        def waited() -> dict[str, torch.Tensor]:
+            came = under_way.wait()
+            if with_ids:
+                under_way.know_ids(
+                    {name: self._apart(came[_ids_name(name)], receive[name]) for name in names}
+                )
+            return came
+
+        return waited
+
+    def _apart(self, ids: torch.Tensor, received: Sequence[int]) -> torch.Tensor:
+        """Return ids ``[M, 1]`` that came as those of this rank: ranks number their own rows."""
+        ids = ids.flatten()
+        sources = torch.cat(
+            [torch.full((n,), rank, device=ids.device) for rank, n in enumerate(received)]
+        )
+        return torch.where(ids >= 0, ids * self.ranks + sources, -1)
 
     def arranged(
         self, message: Message, found: torch.Tensor, received: Sequence[Sequence[int]]
@@ -337,15 +386,15 @@ class CompressedSequenceDist(CompressedDist):
         ids = None if features is None else value_ids(features, self.mine)[order]
         if self.is_joint:
             (name,) = (message.table.name for message in self.messages)
-            begun = self.exchange.begin_tables(
+            begun = self.begun(
                 {name: rows.index_select(0, order)},
                 {name: sharding_ctx.input_splits},
                 {name: sharding_ctx.output_splits},
-                row_ids=None if ids is None else {name: ids},
+                {} if ids is None else {name: ids},
             )
 
             def joined() -> torch.Tensor:
-                return begun.wait()[name]
+                return begun()[name]
 
         else:
             sizes = _values_by_rank(lengths, batches)
@@ -387,6 +436,10 @@ class CompressedSequenceDist(CompressedDist):
         found = torch.bincount(ranks * features + of_feature, minlength=self.ranks * features)
         by_rank: list[list[int]] = found.view(self.ranks, features).tolist()
         return by_rank
+
+
+def _ids_name(table: str) -> str:
+    return f"{table}:ids"
 
 
 class _Divided(torch.autograd.Function):

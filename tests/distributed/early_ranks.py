@@ -54,6 +54,13 @@ FUNCTION_PLACES: dict[tuple[bool, str], tuple[Any, str, Exception]] = {
 }
 
 
+#: What has no memory in a call that decides, by whether rows are coded where they are.
+MEASURING: dict[bool, list[tuple[Any, str]]] = {
+    False: [(TableChoice, "choose"), (Layout, "memory_on")],
+    True: [(TableChoice, "take_fastest"), (Layout, "memory_on"), (FoundRepeats, "of")],
+}
+
+
 def fails_before(rank: int, ranks: int) -> dict[str, Any]:
     """Rank 1 fails in each place of a call: all raise at once, and from there on."""
     seen: dict[str, Any] = {}
@@ -138,22 +145,21 @@ def fails_to_measure(rank: int, ranks: int) -> dict[str, Any]:
     seen: dict[str, Any] = {}
     for there in (False, True):
         for plain in (False, True):
-            for place, attribute in ((TableChoice, "choose"), (Layout, "memory_on")):
-                if there and place is TableChoice:
-                    continue  # of the host
+            for place, attribute in MEASURING[there]:
                 exchange = CompressedAllToAll(dist.new_group(), decide_every=2)
                 t = noise(rank, ranks, 8)
+                ids = torch.arange(len(t)) if place is FoundRepeats else None
                 error = MemoryError("no memory to measure")
                 failing = mock.patch.object(place, attribute, side_effect=error)
                 started = time.monotonic()
                 with coded_where_rows_are() if there else nullcontext():
-                    exchange(t)
-                    exchange(t)
+                    exchange(t, row_ids=ids)
+                    exchange(t, row_ids=ids)
                     if plain:
                         exchange._caller.decision.modes = [PLAIN, PLAIN]
                     with failing if rank == 1 else nullcontext():
-                        said = any_error_of(partial(exchange, t))
-                    after = any_error_of(partial(exchange, t))
+                        said = any_error_of(partial(exchange, t, row_ids=ids))
+                    after = any_error_of(partial(exchange, t, row_ids=ids))
                 key = f"{there} {plain} {attribute}"
                 prompt = time.monotonic() - started < 10
                 seen[key] = {"said": said, "next": after, "prompt": prompt}

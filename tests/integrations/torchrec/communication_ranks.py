@@ -244,6 +244,36 @@ def gradients_are_rounded_on_request() -> None:
     assert all("0.05" in facts["backward"] for facts in report.compressed.values())
 
 
+def what_rounding_took_is_added_the_next_time(plan: str, **options: Any) -> None:
+    """However many steps: a table is off by what one rounding takes, and by more without."""
+    bound, steps = 0.05, 16
+    plain = sharded(PLANS[plan], **options)
+    others = [sharded(PLANS[plan], **options) for _ in range(2)]
+    reports = [
+        compress(other, None, ErrorBound(bound, "absolute"), error_feedback=rows)
+        for other, rows in zip(others, (1000, 0), strict=True)
+    ]
+    for seed in range(steps):
+        features = features_of(seed % 2, least=1, most=1)
+        for model in (plain, *others):
+            weighed(looked_up(model, features)).backward()
+    errors = []
+    for other in others:
+        states = [model.state_dict() for model in (plain, other)]
+        errors.append(max(_error(states[0][key], states[1][key]) for key in states[0]))
+    # Of one rank's gradients, below two bounds; halved, and times the learning rate of 0.1.
+    assert 0 < errors[0] < 0.1 * bound * 1.01 < errors[1], errors
+    for report, kept in zip(reports, (True, False), strict=True):
+        stats = report.stats().values()
+        found = torch.tensor(sum(each["feedback_bytes"] for each in stats), device=device())
+        dist.all_reduce(found)
+        assert bool(found > 0) == kept
+
+
+def _error(a: Any, b: Any) -> float:
+    return float((gather(a) - gather(b)).abs().max())
+
+
 def raw_exchanges_are_plain() -> None:
     plain, compressed = sharded(PLANS["table_wise"]), sharded(PLANS["table_wise"])
     report = compress_communication(compressed, codec="raw")
@@ -424,6 +454,9 @@ def what_is_refused() -> None:
     assert "row_ids: expected a bool" in refusal(
         lambda: compress_communication(model, row_ids=1)  # type: ignore[arg-type]
     )
+    assert "error_feedback: given with backward='lossless'" in refusal(
+        lambda: compress_communication(model, error_feedback=10)
+    )
     assert "error_bound: -1" in refusal(compress_communication, model, -1.0)
     assert "error_bound" in refusal(compress_communication, model, {"t1": float("nan")})
     comm_ops.set_use_sync_collectives(True)
@@ -600,6 +633,15 @@ for _name in torchrec_suite.SUITE if FULL else torchrec_suite.FEW:
     check(f"suite-{_name}", torchrec_suite.check, _name)
 for _plan, _options in (("table_wise", {}), ("columns", SEQUENCES)):
     check(f"by_function-{_plan}", all_messages_by_the_function, _plan, **_options)
+for _plan, _options in (
+    ("table_wise", {}),
+    ("row_wise", {}),
+    ("column_wise", {}),
+    ("table_wise", SEQUENCES),
+):
+    _name = f"feedback-{_plan}{'-sequences' * bool(_options)}"
+    check(_name, what_rounding_took_is_added_the_next_time, _plan, **_options)
+check("as_on_a_gpu-feedback", as_on_a_gpu, what_rounding_took_is_added_the_next_time, "table_wise")
 for _function, _arguments, _options in (
     (repeated_rows_cross_once, (), {}),
     (rows_of_others_cost_nothing_row_wise, (), {}),
