@@ -46,7 +46,10 @@ def call(kernel: Any, *args: Any) -> Any:
 
 def prepare(kernel: Any, *args: Any) -> None:
     """Compile `kernel` for these arguments, or load it from the cache, if this process has not."""
-    key = tuple(map(_kind, args))
+    # What Numba's types depend on; asking Numba itself takes far longer.
+    key = tuple(
+        [(a.dtype, a.ndim, a.flags.num) if isinstance(a, np.ndarray) else type(a) for a in args]
+    )
     compiled = _compiled.setdefault(kernel, set())
     if key in compiled:
         return
@@ -92,10 +95,3 @@ def _watched() -> Iterator[None]:
 
         with event.install_listener("numba:compile", Listener()):
             yield
-
-
-def _kind(argument: Any) -> Any:
-    """Return what Numba's type of an argument depends on; asking Numba itself takes far longer."""
-    if isinstance(argument, np.ndarray):
-        return argument.dtype, argument.ndim, argument.flags.num
-    return type(argument)
