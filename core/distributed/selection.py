@@ -118,7 +118,7 @@ class TableChoice:
         self.take_fastest({c: measure(sample, bound, c, repeats) for c in candidates}, model)
 
     def take_fastest(self, measured: Mapping[Candidate, Measured], model: NetworkModel) -> None:
-        """Choose the fastest of ways that were measured, or stay with a way that is hardly slower.
+        """Choose the fastest of ways that were measured; what is hardly slower is not given up.
 
         Parameters
         ----------

@@ -32,7 +32,7 @@ def _coded(there: bool) -> AbstractContextManager[None]:
 
 
 def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()  # type: ignore[no-untyped-call]
+    return dist.distributed_c10d._get_default_store()
 
 
 def several_at_once(rank: int, ranks: int, there: torch.device = CPU) -> dict[str, Any]:
@@ -120,7 +120,9 @@ def begun_before_others(rank: int, ranks: int, device: torch.device = CPU) -> di
             torch.equal(found[name], crossed(t, sizes[name], sizes[name]))
             for name, t in rows.items()
         )
-        seen[f"{key} gradients"] = all(bool((t.grad == 1.0).all()) for t in rows.values())
+        seen[f"{key} gradients"] = all(
+            t.grad is not None and torch.equal(t.grad, torch.ones_like(t)) for t in rows.values()
+        )
         seen[f"{key} dense"] = weight.grad is not None and bool((weight.grad == 2.0).all())
     return seen
 

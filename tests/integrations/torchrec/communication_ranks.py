@@ -524,7 +524,7 @@ def ranks_go_on_while_rows_are_under_way() -> None:
     """Rank 0's exchanges begin, forward and back, while rank 1 waits for its word."""
     plain, compressed = sharded(PLANS["mixed"]), sharded(PLANS["mixed"])
     compress(compressed)
-    store = dist.distributed_c10d._get_default_store()  # type: ignore[no-untyped-call]
+    store = dist.distributed_c10d._get_default_store()
     rank, outs = dist.get_rank(), []
     for number, model in enumerate((plain, compressed)):
         tables = model.module["tables"]
@@ -642,14 +642,10 @@ for _plan, _options in (
     _name = f"feedback-{_plan}{'-sequences' * bool(_options)}"
     check(_name, what_rounding_took_is_added_the_next_time, _plan, **_options)
 check("as_on_a_gpu-feedback", as_on_a_gpu, what_rounding_took_is_added_the_next_time, "table_wise")
-for _function, _arguments, _options in (
-    (repeated_rows_cross_once, (), {}),
-    (rows_of_others_cost_nothing_row_wise, (), {}),
-    (every_bit, ("mixed",), {}),
-    (every_bit, ("columns",), {**SEQUENCES, "uneven": 2}),
-):
-    _name = f"as_on_a_gpu-{_function.__name__}{'-sequences' * bool(_options)}"
-    check(_name, as_on_a_gpu, _function, *_arguments, **_options)
+for _function in (repeated_rows_cross_once, rows_of_others_cost_nothing_row_wise):
+    check(f"as_on_a_gpu-{_function.__name__}", as_on_a_gpu, _function)
+check("as_on_a_gpu-every_bit", as_on_a_gpu, every_bit, "mixed")
+check("as_on_a_gpu-sequences", as_on_a_gpu, every_bit, "columns", sequences=True, uneven=2)
 for _function in (
     repeated_rows_cross_once,
     rows_of_others_cost_nothing_row_wise,
