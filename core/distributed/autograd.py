@@ -34,7 +34,7 @@ from .function import AllToAllFunction, TablesInFlight
 from .layout import Kept
 from .messages import Array
 from .parts import Call, CallPlan, Given, plan_of
-from .passes import InFlight, Passes
+from .passes import FORWARD, InFlight, Passes
 from .plan import Bound, Table, check_bounds_of, either_bound, row_elements_of, states_of
 from .rounding import GradientRounder
 
@@ -376,6 +376,15 @@ class CompressedAllToAll:
             async_op=async_op,
         )
         return group, call, tensors
+
+    def looks_at_ids(self, device: torch.device) -> bool:
+        """Return whether ids of rows on a device count in the next call; else all rows cross.
+
+        Of rows on the CPU that is not known while exchanges are under way: they count.
+        """
+        if self._rounder.feedback_rows or not self._caller.coded_on_device(device):
+            return True
+        return self._caller.looks_at_rows(FORWARD)
 
     def _device_of(
         self, inputs: Mapping[str, torch.Tensor], group: dist.ProcessGroup

@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from torchrec.distributed.comm_ops import get_gradient_division, get_use_sync_collectives
 from torchrec.distributed.dist_data import PooledEmbeddingsAwaitable, SequenceEmbeddingsAwaitable
 from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from bitslab.distributed import AdaptiveBound, CompressedAllToAll, ErrorBound, Table
 from bitslab.errors import ArgumentError
@@ -148,6 +149,11 @@ class CompressedDist(torch.nn.Module):
         """Undo `watch`."""
         if self._hook is not None:
             self._hook.remove()
+
+    def seen_by(self, rows: torch.Tensor) -> KeyedJaggedTensor | None:
+        """Return the features of looked-up rows, None where they are not known or not needed."""
+        features = self.features.take(rows)
+        return features if self.exchange.looks_at_ids(rows.device) else None
 
     def entering(self, rows: torch.Tensor) -> torch.Tensor:
         """Return looked-up rows as they enter an exchange, or refuse the way they came.
@@ -292,7 +298,7 @@ class _PooledDist(CompressedDist, ABC):
         sharding_ctx : EmbeddingShardingContext, optional
             The batches; those of all ranks are equal when left out.
         """
-        features = self.features.take(local_embs)
+        features = self.seen_by(local_embs)
         rows = self.entering(local_embs)
         dims = [column.dim for column in self.mine]
         by_feature = sharding_ctx is not None and sharding_ctx.variable_batch_per_feature
@@ -378,7 +384,7 @@ class CompressedSequenceDist(CompressedDist):
         sharding_ctx : SequenceShardingContext
             Lengths and splits of the exchange of the features.
         """
-        features = self.features.take(local_embs)
+        features = self.seen_by(local_embs)
         rows = self.entering(local_embs)
         lengths = sharding_ctx.lengths_after_input_dist
         batches = batches_of(sharding_ctx, lengths.shape[-1], self.ranks)

@@ -36,6 +36,7 @@ from bitslab.distributed import AdaptiveBound, ErrorBound, all_to_all_single, st
 from bitslab.integrations.torchrec import (
     CommunicationReport,
     compress_communication,
+    output_dists,
     restore_communication,
 )
 from bitslab.integrations.torchrec.output_dists import CompressedDist
@@ -280,6 +281,17 @@ def raw_exchanges_are_plain() -> None:
     assert torch.equal(*(looked_up(m, features_of(0)) for m in (plain, compressed)))
     (stats,) = report.stats().values()
     assert stats["forward"]["plain_calls"] == 1
+
+
+def ids_are_not_made_where_all_rows_cross() -> None:
+    """As on a GPU, where to make them takes the host as long as an exchange."""
+    model = sharded(PLANS["table_wise"])
+    for codec, needed in (("raw", False), ("compressed", True)):
+        report = compress_communication(model, codec=codec)
+        with mock.patch.object(output_dists, "bag_ids", wraps=output_dists.bag_ids) as made:
+            weighed(looked_up(model, features_of(0, least=1, most=1))).backward()
+        assert made.called == needed and report.compressed
+        restore_communication(model)
 
 
 def batches_that_differ_by_feature(plan: str) -> None:
@@ -644,6 +656,7 @@ for _plan, _options in (
 check("as_on_a_gpu-feedback", as_on_a_gpu, what_rounding_took_is_added_the_next_time, "table_wise")
 for _function in (repeated_rows_cross_once, rows_of_others_cost_nothing_row_wise):
     check(f"as_on_a_gpu-{_function.__name__}", as_on_a_gpu, _function)
+check("as_on_a_gpu-no_ids", as_on_a_gpu, ids_are_not_made_where_all_rows_cross)
 check("as_on_a_gpu-every_bit", as_on_a_gpu, every_bit, "mixed")
 check("as_on_a_gpu-sequences", as_on_a_gpu, every_bit, "columns", sequences=True, uneven=2)
 for _function in (
