@@ -40,6 +40,7 @@ from bitslab.integrations.torchrec import (
     restore_communication,
 )
 from bitslab.integrations.torchrec.output_dists import CompressedDist
+from bitslab.integrations.torchrec.row_ids import bag_ids
 from tests.distributed.device_ranks import coded_where_rows_are
 from tests.integrations.torchrec import ranks, torchrec_suite
 from tests.integrations.torchrec.batches import VALUES, bag_configs, batch, configs, joined
@@ -288,7 +289,7 @@ def ids_are_not_made_where_all_rows_cross() -> None:
     model = sharded(PLANS["table_wise"])
     for codec, needed in (("raw", False), ("compressed", True)):
         report = compress_communication(model, codec=codec)
-        with mock.patch.object(output_dists, "bag_ids", wraps=output_dists.bag_ids) as made:
+        with mock.patch.object(output_dists, "bag_ids", wraps=bag_ids) as made:
             weighed(looked_up(model, features_of(0, least=1, most=1))).backward()
         assert made.called == needed and report.compressed
         restore_communication(model)
