@@ -17,9 +17,9 @@ from ..engine.transfer import ThreadLane
 from ..errors import ArgumentError, ArgumentTypeError
 from .agreement import agree
 from .buffers import MOST_BYTES, Buffers
-from .device import DeviceExchange, say_failed_there
+from .device import DeviceExchange, say_failed_on_device
 from .device_parts import wait_for_stream
-from .device_selection import choose_there
+from .device_selection import choose_on_device
 from .exchange import Exchange, say_failed
 from .faults import ContentError, Faults, cause_of, reason_of
 from .helpers import helper_of
@@ -351,16 +351,16 @@ class Caller:
         """Say that this rank failed where the others wait for it first in a call."""
         if self.faults.is_known:
             return  # a collective failed, of which they know, too
-        there, plain = self.coded_on_device(device), self.is_plain(way)
+        on_device, plain = self.coded_on_device(device), self.is_plain(way)
         with suppress(Exception):  # the error that is reported is raised
-            if due and (there or plain):
-                numbers = 1 if there else self.decision.count
+            if due and (on_device or plain):
+                numbers = 1 if on_device else self.decision.count
                 agree(group, device, self.faults, [-1.0] * numbers, error)
             elif plain:
                 self.faults.broken(reason_of(error))
-            elif there:
+            elif on_device:
                 helper = helper_of(group, device)
-                helper.lane.submit(say_failed_there, helper, self.faults, error).result()
+                helper.lane.submit(say_failed_on_device, helper, self.faults, error).result()
             else:
                 self.faults.failed(reason_of(error), known_to_all=False, cause=cause_of(error))
                 say_failed(group, self.faults)
@@ -449,7 +449,7 @@ class Caller:
                 async_op=async_op,
             )
         except Exception as error:
-            helper.lane.submit(say_failed_there, helper, self.faults, error).wait()
+            helper.lane.submit(say_failed_on_device, helper, self.faults, error).wait()
             raise
 
     def _measure_modes(
@@ -478,7 +478,7 @@ class Caller:
         try:
             if model is not None:
                 trial = self._coded(group, tables, Counters(), layout, COMPRESSED, turn)
-                choose_there(trial, tables, choices, model)
+                choose_on_device(trial, tables, choices, model)
         except Exception as error:
             failed = error
         agree(group, device, self.faults, error=failed)

@@ -24,7 +24,7 @@ from .checks import (
     repeats_of,
     row_of,
 )
-from .device_repeats import FoundRepeats, LateRepeats, RowsById
+from .device_repeats import DeferredRepeats, FoundRepeats, RowsById
 from .faults import ContentError
 from .groups import PerGroup
 from .helpers import helper_of
@@ -151,7 +151,7 @@ def all_to_all_single(
     target, receive_rows = cut_rows("output", output, row, output_split_sizes, group)
 
     caller = function_caller(group, codec)
-    there = caller.coded_on_device(input.device)
+    on_device = caller.coded_on_device(input.device)
     # What all ranks have alike, and by what a call differs from others on this rank. Rows may have
     # another size in every call: kinds of each size would never have enough calls to decide.
     kind = str(input.dtype), row.bit_length()
@@ -161,14 +161,14 @@ def all_to_all_single(
         row_ids is not None,
     )
     # An asynchronous exchange on the CPU has another caller, which is not asked here.
-    needed = (async_op and not there) or caller.looks_at_rows_of(group, kind)
-    repeats, late = None, None
+    needed = (async_op and not on_device) or caller.looks_at_rows_of(group, kind)
+    repeats, deferred = None, None
     failed: Exception | None = None
     try:
-        repeats = repeats_of("", sent, send_rows, row_ids, needed=needed and not there)
-        if there and needed and row_ids is not None:
+        repeats = repeats_of("", sent, send_rows, row_ids, needed=needed and not on_device)
+        if on_device and needed and row_ids is not None:
             by_id = RowsById("", sent, send_rows, row_ids.long())
-            late = LateRepeats(FoundRepeats([by_id]), 0)
+            deferred = DeferredRepeats(FoundRepeats([by_id]), 0)
     except ContentError as error:
         failed = error  # as below
     except (ArgumentError, ArgumentTypeError):
@@ -180,13 +180,13 @@ def all_to_all_single(
         if failed is not None:
             raise failed
         value, relative = 0.0, False
-        if bound is not None and (there or of.looks_at_rows()):
+        if bound is not None and (on_device or of.looks_at_rows()):
             value, relative = value_of(bound, 0)
         return Rows(
-            sent, into, send_rows, receive_rows, value, relative, repeats=repeats, late=late
+            sent, into, send_rows, receive_rows, value, relative, repeats=repeats, deferred=deferred
         )
 
-    if there:
+    if on_device:
         choice = caller.begin_call(group, input.device, kind, own, bounded=bound is not None)
         try:
             rows = rows_to(target, caller)  # what is damaged is not written there

@@ -132,14 +132,14 @@ class DeviceExchange:
         """Queue encoding on torch's current stream, and all else in the helper's thread."""
         if self._device.type == "cuda":
             self._begun_on = current_stream(self._device)
-        late = False
+        deferred = False
         for table in self._tables:
             table.places = []
-            late = late or table.late is not None
+            deferred = deferred or table.deferred is not None
             self._some_raw = self._some_raw or table.candidate.raw
         submit = self._helper.lane.submit
         try:
-            if late:  # the helper's thread waits for the ids, and encodes
+            if deferred:  # the helper's thread waits for the ids, and encodes
                 self._tasks.append(submit(self._stages, 0, None, self._to_host(())[1]))
                 return
             self._drop_own_repeats()
@@ -379,7 +379,7 @@ class DeviceExchange:
         if sent is None:
             if self._faults.to_report:
                 raise self._faults.pending()
-            sent, behind = self._coded_here(behind)
+            sent, behind = self._coded_on_lane(behind)
         if behind is not None:
             behind.synchronize()
         self._counters.encode_s += time.perf_counter() - started
@@ -392,14 +392,18 @@ class DeviceExchange:
             raise self._faults.pending()
         return self._joined(self._messages(sent))
 
-    def _coded_here(
+    def _coded_on_lane(
         self, behind: torch.cuda.Event | None
     ) -> tuple[_OnTheWay, torch.cuda.Event | None]:
         """Encode rows once it is known which share an id, on the stream of the helper."""
         if self._lane is not None and behind is not None:
             behind.wait(self._lane.stream)
-            found = {id(t.late.found): t.late.found for t in self._tables if t.late is not None}
-            self._lane.keep(*(each.kept_there for each in found.values()))
+            found = {
+                id(t.deferred.found): t.deferred.found
+                for t in self._tables
+                if t.deferred is not None
+            }
+            self._lane.keep(*(each.read_by_lane for each in found.values()))
             self._lane.keep(*(table.sent for table in self._tables))
         for table in self._tables:
             table.know_repeats()
@@ -415,7 +419,7 @@ class DeviceExchange:
     def _failed_before(self, error: BaseException) -> None:
         """Have the other ranks know where they wait for what is not sent: they raise, too."""
         self._forget()
-        say_failed_there(self._helper, self._faults, error)
+        say_failed_on_device(self._helper, self._faults, error)
 
     def _forget(self) -> None:
         taken, self._taken = self._taken, []
@@ -476,9 +480,9 @@ class DeviceExchange:
         descriptors = self._agreement.descriptors(sizes, self._calls)
         rows = [n for row in zip(descriptors, by_id, strict=True) for n in row]
         said = struct.pack(f"<{len(rows)}q", *rows)
-        written_there = uploaded(b"".join([said, *heads]), self._device)
-        said_there, *heads_there = written_there.split_with_sizes([len(said), *map(len, heads)])
-        pieces, written = [], iter(heads_there)
+        uploads = uploaded(b"".join([said, *heads]), self._device)
+        said_on_device, *heads_on_device = uploads.split_with_sizes([len(said), *map(len, heads)])
+        pieces, written = [], iter(heads_on_device)
         for message in messages:
             pieces.append(next(written))
             for section in message:
@@ -487,8 +491,8 @@ class DeviceExchange:
         joined = self._take(total)[:total]
         if total:
             torch.cat([piece for piece in pieces if piece.shape[0]], out=joined)
-        said_there = said_there.view(torch.int64).view(self._size, 2)
-        return Joined(joined, sizes, said_there, torch.empty_like(said_there))
+        said_on_device = said_on_device.view(torch.int64).view(self._size, 2)
+        return Joined(joined, sizes, said_on_device, torch.empty_like(said_on_device))
 
     def _exchanged(
         self,
@@ -554,7 +558,7 @@ class _OnTheWay(NamedTuple):
     numbers: torch.Tensor
 
 
-def say_failed_there(helper: Helper, faults: Faults, error: BaseException) -> None:
+def say_failed_on_device(helper: Helper, faults: Faults, error: BaseException) -> None:
     """Say to all ranks, in the sizes stage, that this one failed before it could send.
 
     In the helper's thread. It takes no memory on the device. Where the stage

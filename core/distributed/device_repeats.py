@@ -134,12 +134,12 @@ class FoundRepeats:
         return found
 
     @property
-    def kept_there(self) -> torch.Tensor:
+    def read_by_lane(self) -> torch.Tensor:
         """What other streams than the current one read, too."""
         return self._first
 
 
-class LateRepeats(NamedTuple):
+class DeferredRepeats(NamedTuple):
     """Those of one table.
 
     Parameters

@@ -39,7 +39,7 @@ class Tries(Protocol):
         """Return what that takes; waits for the device."""
 
 
-def choose_there(
+def choose_on_device(
     tries: Tries, tables: Sequence[Rows], choices: Sequence[TableChoice], model: NetworkModel
 ) -> None:
     """Measure all candidates of tables whose rows are coded where they are; choose the fastest.

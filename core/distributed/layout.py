@@ -13,7 +13,7 @@ from ..engine.kernels.format import ceil_div
 from ..errors import ArgumentError
 from .agreement import Agreement, TableSizes
 from .bounds import share_of_range
-from .device_repeats import LateRepeats
+from .device_repeats import DeferredRepeats
 from .messages import REFERENCES, Array, Candidate, Repeats, most_part_bytes
 from .wire import MOST_BYTES, PART_SIZE
 
@@ -52,7 +52,7 @@ class Rows:
         What `received` is a part of; itself where left out.
     summed_back : bool
         Whether gradients go back for these rows, of those of one id that crossed once their sum.
-    late : LateRepeats, optional
+    deferred : DeferredRepeats, optional
         In place of `repeats` where the host does not know them yet: see `know_repeats`.
 
     Attributes
@@ -76,7 +76,7 @@ class Rows:
     parts: Sequence[torch.Tensor] | None = None
     memory: torch.Tensor | None = None
     summed_back: bool = False
-    late: LateRepeats | None = None
+    deferred: DeferredRepeats | None = None
     places: list[Array | None] = field(default_factory=list)
     moved_bytes: int = 0
 
@@ -97,16 +97,16 @@ class Rows:
         return share_of_range(bound, rows) if bound and self.relative else bound
 
     def know_repeats(self) -> None:
-        """Wait for what `late` stands for, where there is some.
+        """Wait for what `deferred` stands for, where there is some.
 
         Raises
         ------
         ContentError
             When rows of one id differ.
         """
-        if self.late is not None:
-            self.repeats = list(self.late.found.of(self.late.number))
-            self.late = None
+        if self.deferred is not None:
+            self.repeats = list(self.deferred.found.of(self.deferred.number))
+            self.deferred = None
 
     def raw_bytes(self, rank: int | None) -> int:
         """Return the bytes of the rows for other ranks than this one; of all for None."""

@@ -33,13 +33,13 @@ class Repeats:
         int64 ``[rows]``: of each row the number of the sent one.
     first : numpy.ndarray
         int64 ``[sent]``: the rows that are sent.
-    first_there : torch.Tensor or None
+    first_on_device : torch.Tensor or None
         The same where the rows are, where it is there already.
     """
 
     places: Array
     first: Array
-    first_there: torch.Tensor | None = None
+    first_on_device: torch.Tensor | None = None
 
     @classmethod
     def of(cls, ids: torch.Tensor) -> Repeats | None:
@@ -49,7 +49,9 @@ class Repeats:
 
     def first_on(self, device: torch.device) -> torch.Tensor:
         """Return the rows that are sent, on the device of the rows."""
-        return on_device(self.first, device) if self.first_there is None else self.first_there
+        return (
+            on_device(self.first, device) if self.first_on_device is None else self.first_on_device
+        )
 
     @property
     def field_bits(self) -> int:

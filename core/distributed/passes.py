@@ -13,7 +13,7 @@ from ..errors import ArgumentError
 from .bounds import ErrorBound
 from .caller import Caller
 from .checks import named, repeats_of, rows_of
-from .device_repeats import FoundRepeats, LateRepeats, RowsById
+from .device_repeats import DeferredRepeats, FoundRepeats, RowsById
 from .faults import ContentError
 from .helpers import helper_of
 from .layout import Layout, Memory, Rows
@@ -183,7 +183,7 @@ class Passes:
     def _rows(self, call: Call, tensors: Sequence[torch.Tensor], memory: Memory) -> list[Rows]:
         """Return rows as they are sent forward, with their bounds, and those that share an id."""
         plan, rows = call.plan, []
-        there = bool(call.row_ids) and self._caller.coded_on_device(tensors[0].device)
+        on_device = bool(call.row_ids) and self._caller.coded_on_device(tensors[0].device)
         by_id: dict[int, RowsById] = {}
         looked_at: bool | None = None  # asked once, where a table has a bound or ids
         for number, (part, t) in enumerate(zip(plan.parts, tensors, strict=True)):
@@ -193,7 +193,7 @@ class Passes:
             if part.state.bound is not None or ids is not None:
                 if looked_at is None:
                     looked_at = self._caller.looks_at_rows(FORWARD)
-                if looked_at and ids is not None and there:
+                if looked_at and ids is not None and on_device:
                     by_id[number] = RowsById(part.state.name, flat, part.send_rows, ids.long())
                 elif looked_at:
                     repeats = repeats_of(part.state.name, flat, part.send_rows, ids, needed=True)
@@ -218,7 +218,7 @@ class Passes:
         if by_id:
             found = FoundRepeats(list(by_id.values()))
             for place, number in enumerate(by_id):
-                rows[number].late = LateRepeats(found, place)
+                rows[number].deferred = DeferredRepeats(found, place)
         return rows
 
     # Back

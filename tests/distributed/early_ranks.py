@@ -32,7 +32,7 @@ from tests.distributed.ranks import error_of, noise
 #: Where rank 1 fails in a call, by name: what has no memory then.
 PLACES: dict[str, tuple[Any, str, Exception]] = {
     "ids": (passes, "repeats_of", MemoryError("no memory for ids")),
-    "ids_there": (passes, "FoundRepeats", MemoryError("no memory for ids")),
+    "ids_on_device": (passes, "FoundRepeats", MemoryError("no memory for ids")),
     "ids_read": (FoundRepeats, "of", MemoryError("no memory for ids")),
     "output": (Layout, "memory_on", torch.OutOfMemoryError("no memory for rows")),
     "buffers": (Buffers, "take", RuntimeError("DefaultCPUAllocator: can't allocate memory: 9")),
@@ -41,7 +41,7 @@ PLACES: dict[str, tuple[Any, str, Exception]] = {
     "bug": (stages.Exchange, "__init__", KeyError("a bug")),
     "gradients": (passes, "sums_of", MemoryError("no memory for sums")),
 }
-OF_HOSTS, THERE = ("ids", "descriptors", "bug"), ("ids_there", "ids_read", "thread")
+OF_HOSTS, THERE = ("ids", "descriptors", "bug"), ("ids_on_device", "ids_read", "thread")
 #: The same of the function, by whether rows are coded where they are.
 FUNCTION_PLACES: dict[tuple[bool, str], tuple[Any, str, Exception]] = {
     (False, "ids"): (collective, "repeats_of", MemoryError("no memory for ids")),

@@ -24,25 +24,25 @@ from tests.distributed.table_ranks import rows_of
 CPU = torch.device("cpu")
 PLANNED = [Table("users", 8), Table("items", 3, torch.bfloat16), Table("days", 2, torch.int64)]
 #: Where rows are coded, and by which codec.
-WAYS = [(there, codec) for there in (False, True) for codec in ("compressed", "raw")]
+WAYS = [(on_device, codec) for on_device in (False, True) for codec in ("compressed", "raw")]
 
 
-def _coded(there: bool) -> AbstractContextManager[None]:
-    return coded_where_rows_are() if there else nullcontext()
+def _coded(on_device: bool) -> AbstractContextManager[None]:
+    return coded_where_rows_are() if on_device else nullcontext()
 
 
 def _store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def several_at_once(rank: int, ranks: int, there: torch.device = CPU) -> dict[str, Any]:
+def several_at_once(rank: int, ranks: int, device: torch.device = CPU) -> dict[str, Any]:
     """Three objects' rows and gradients beside all-reduces, waited for in another order each."""
     seen: dict[str, Any] = {}
     for codec in ("auto", "compressed", "raw"):
         objects = [
             CompressedAllToAll(tables=PLANNED, codec=codec, decide_every=3) for _ in range(3)
         ]
-        total, equal = torch.zeros(4, device=there), []
+        total, equal = torch.zeros(4, device=device), []
         for step in range(7):
             begun, wanted, leaves = [], [], []
             for number, exchange in enumerate(objects):
@@ -50,7 +50,7 @@ def several_at_once(rank: int, ranks: int, there: torch.device = CPU) -> dict[st
                 for i, table in enumerate(PLANNED):
                     sizes = splits(rank, ranks, 10 * number + i)
                     receive[table.name], send[table.name] = sizes
-                    t = rows_of(table, sum(sizes[1]), 100 * rank + 10 * number + step).to(there)
+                    t = rows_of(table, sum(sizes[1]), 100 * rank + 10 * number + step).to(device)
                     rows[table.name] = t.requires_grad_(t.is_floating_point())
                     exact[table.name] = crossed(t, *sizes)
                 begun.append(exchange.begin_tables(rows, receive, send))
@@ -60,7 +60,7 @@ def several_at_once(rank: int, ranks: int, there: torch.device = CPU) -> dict[st
             order = [(step + n) % 3 for n in range(3)]  # of all ranks: autograd goes back by it
             found = {n: begun[n].wait() for n in order}
             dist.all_reduce(total)
-            loss = torch.zeros((), device=there)
+            loss = torch.zeros((), device=device)
             factors = {}
             for n in range(3):
                 exact = wanted[n][0]
@@ -68,7 +68,7 @@ def several_at_once(rank: int, ranks: int, there: torch.device = CPU) -> dict[st
                 equal.append(list(found[n]) == list(exact) and not found[n]["days"].requires_grad)
                 for name in ("users", "items"):
                     t = found[n][name]
-                    factors[n, name] = (torch.arange(t.numel(), device=there) % 7 + 1.0).view_as(t)
+                    factors[n, name] = (torch.arange(t.numel(), device=device) % 7 + 1.0).view_as(t)
                     loss = loss + (t.float() * factors[n, name]).sum()
             loss.backward()
             for (n, name), given in factors.items():
@@ -93,15 +93,15 @@ def several_at_once(rank: int, ranks: int, there: torch.device = CPU) -> dict[st
 def begun_before_others(rank: int, ranks: int, device: torch.device = CPU) -> dict[str, Any]:
     """Rank 0 goes on, forward and back, while the others have not begun: they wait for its word."""
     seen: dict[str, Any] = {}
-    for there, codec in WAYS if device == CPU else WAYS[:2]:
-        key, store = f"{there} {codec}", _store()
+    for on_device, codec in WAYS if device == CPU else WAYS[:2]:
+        key, store = f"{on_device} {codec}", _store()
         exchange = CompressedAllToAll(dist.new_group(), tables=PLANNED[:2], codec=codec)
         sizes = {table.name: [5] * ranks for table in PLANNED[:2]}
         rows = {
             t.name: rows_of(t, 5 * ranks, rank).to(device).requires_grad_() for t in PLANNED[:2]
         }
         weight = torch.ones(3, device=device, requires_grad=True)
-        with _coded(there):
+        with _coded(on_device):
             exchange.begin_tables(rows, sizes, sizes).wait()  # makes communicators
             if rank:
                 store.wait([f"{key} forward"])
@@ -130,35 +130,35 @@ def begun_before_others(rank: int, ranks: int, device: torch.device = CPU) -> di
 def as_torch_has_it(rank: int, ranks: int) -> dict[str, Any]:
     """Waiting again, without gradients, twice through a graph, a second order, other calls."""
     seen: dict[str, Any] = {}
-    for there in (False, True):
+    for on_device in (False, True):
         exchange = CompressedAllToAll(dist.new_group(), tables=PLANNED[:1], codec="compressed")
         sizes = {"users": [5] * ranks}
         rows = rows_of(PLANNED[0], 5 * ranks, rank).requires_grad_()
         begin = partial(exchange.begin_tables, {"users": rows}, sizes, sizes)
-        with _coded(there):
+        with _coded(on_device):
             begun = begin()
             found = begun.wait()["users"]
-            seen[f"{there} again"] = begun.wait()["users"] is found
+            seen[f"{on_device} again"] = begun.wait()["users"] is found
             with torch.no_grad():
                 free = begin()
-            seen[f"{there} no gradient"] = not free.wait()["users"].requires_grad
+            seen[f"{on_device} no gradient"] = not free.wait()["users"].requires_grad
             begun = begin()
             at_once = exchange.exchange_tables({"users": rows}, sizes, sizes)["users"]
-            seen[f"{there} at once"] = torch.equal(at_once, begun.wait()["users"])
+            seen[f"{on_device} at once"] = torch.equal(at_once, begun.wait()["users"])
             last = begin()
             counts = exchange.state_dict()["iteration"], exchange.stats()["forward"]["calls"]
-            seen[f"{there} state"] = counts[0] == 4 and (there or counts[1] == 5)
+            seen[f"{on_device} state"] = counts[0] == 4 and (on_device or counts[1] == 5)
             last.wait()
             found.sum().backward(retain_graph=True)
             found.sum().backward()
-            seen[f"{there} twice"] = rows.grad is not None and bool((rows.grad == 2.0).all())
+            seen[f"{on_device} twice"] = rows.grad is not None and bool((rows.grad == 2.0).all())
             squares = begin().wait()["users"].square().sum()
             (gradient,) = torch.autograd.grad(squares, rows, create_graph=True)
             try:
                 gradient.sum().backward()
             except RuntimeError as error:
-                seen[f"{there} second order"] = "once_differentiable" in str(error)
-            seen[f"{there} backward"] = exchange.state_dict()["backward_calls"] == 3
+                seen[f"{on_device} second order"] = "once_differentiable" in str(error)
+            seen[f"{on_device} backward"] = exchange.state_dict()["backward_calls"] == 3
     exchange, interrupted = CompressedAllToAll(tables=PLANNED[:1]), []
     begun = exchange.begin_tables({"users": rows}, sizes, sizes)
     with mock.patch.object(OfThread, "finish", side_effect=KeyboardInterrupt):

@@ -40,7 +40,7 @@ def check_found(tables: list[RowsById], found: FoundRepeats) -> None:
 
 
 @given(sizes=strategies.lists(SIZES, min_size=1, max_size=4), seed=strategies.integers(0, 99))
-def test_what_is_found_there_is_what_the_host_finds(sizes: list[list[int]], seed: int) -> None:
+def test_what_a_device_finds_is_what_the_host_finds(sizes: list[list[int]], seed: int) -> None:
     tables = tables_of(sizes, seed)
     check_found(tables, FoundRepeats(tables))
 

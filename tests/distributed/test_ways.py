@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from bitslab.distributed.device_selection import Trial, choose_there
+from bitslab.distributed.device_selection import Trial, choose_on_device
 from bitslab.distributed.layout import Rows
 from bitslab.distributed.selection import TableChoice
 from bitslab.engine.advisor import NetworkModel
@@ -25,7 +25,9 @@ def check_ways(seen: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_rows_are_written_there_as_is_fastest_on_the_link(ranks: int, tmp_path: Path) -> None:
+def test_rows_are_written_on_their_device_as_is_fastest_on_the_link(
+    ranks: int, tmp_path: Path
+) -> None:
     for seen in run_ranks("ways_as_on_a_gpu", ranks, tmp_path):
         check_ways(seen)
 
@@ -58,7 +60,7 @@ def test_tables_share_the_seconds_of_one_pipeline_by_their_bytes() -> None:
     tables = [Rows(t, t, [1], [1], bound) for bound in (0.1, 0.0, 0.0)]
     choices = [TableChoice() for _ in tables]
     tries = Tries(tables)
-    choose_there(tries, tables, choices, NetworkModel(((1.0, 1.0), (2.0, 2.0))))
+    choose_on_device(tries, tables, choices, NetworkModel(((1.0, 1.0), (2.0, 2.0))))
     assert tries.tried == [
         ["references", "references", "references"],
         ["window", "references", "references"],

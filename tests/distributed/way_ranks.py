@@ -34,7 +34,7 @@ def _rows(rank: int, ranks: int, device: torch.device) -> dict[str, torch.Tensor
     return found
 
 
-def ways_there(rank: int, ranks: int, device: torch.device = CPU) -> dict[str, Any]:
+def ways_on_device(rank: int, ranks: int, device: torch.device = CPU) -> dict[str, Any]:
     """Rows arrive whatever way each table has, with ids and without; gradients too."""
     seen: dict[str, Any] = {}
     sizes = {table.name: [60] * ranks for table in PLANNED}
@@ -66,7 +66,7 @@ def ways_there(rank: int, ranks: int, device: torch.device = CPU) -> dict[str, A
     return seen
 
 
-def chosen_there(rank: int, ranks: int, device: torch.device = CPU) -> dict[str, Any]:
+def chosen_on_device(rank: int, ranks: int, device: torch.device = CPU) -> dict[str, Any]:
     """A call that decides measures all ways, and takes what the link makes fastest."""
     seen: dict[str, Any] = {}
     sizes = {table.name: [60] * ranks for table in PLANNED}
@@ -95,15 +95,15 @@ def chosen_there(rank: int, ranks: int, device: torch.device = CPU) -> dict[str,
 def ways_as_on_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
     """Both of rows on the CPU."""
     with coded_where_rows_are():
-        return {"ways": ways_there(rank, ranks), "chosen": chosen_there(rank, ranks)}
+        return {"ways": ways_on_device(rank, ranks), "chosen": chosen_on_device(rank, ranks)}
 
 
 def nccl_ways(rank: int, ranks: int) -> dict[str, Any]:
     """Both of rows on GPUs."""
     device = torch.device("cuda", rank)
     return {
-        "ways": ways_there(rank, ranks, device),
-        "chosen": chosen_there(rank, ranks, device),
+        "ways": ways_on_device(rank, ranks, device),
+        "chosen": chosen_on_device(rank, ranks, device),
     }
 
 

@@ -23,14 +23,14 @@ def test_ids_are_found_on_the_gpu_without_waiting_for_it() -> None:
         Column("b", 1, 4, False, torch.float32),
         Column("a", 0, 4, True, torch.float32),
     ]
-    here = KeyedJaggedTensor(["x", "y", "z"], values, lengths=lengths)
-    there = here.to(torch.device("cuda"))
+    on_host = KeyedJaggedTensor(["x", "y", "z"], values, lengths=lengths)
+    on_device = on_host.to(torch.device("cuda"))
     for function in (bag_ids, value_ids):
-        expected = function(here, columns)
-        function(there, columns)
+        expected = function(on_host, columns)
+        function(on_device, columns)
         torch.cuda.set_sync_debug_mode("error")
         try:
-            found = function(there, columns)
+            found = function(on_device, columns)
         finally:
             torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(found.cpu(), expected)
