@@ -10,6 +10,7 @@ import torch
 
 from ..engine.kernels.cuda.stream import current_stream
 from ..engine.memory.locks import call_after_fork
+from .modes import kept_tensors
 
 #: Bytes that are kept at most between exchanges.
 MOST_BYTES = 256 << 20
@@ -119,14 +120,14 @@ class Buffers:
     def _made(self, n_bytes: int, device: torch.device) -> torch.Tensor:
         """Return a new buffer; where memory is short, in place of those that are kept."""
         try:
-            return torch.empty(n_bytes, dtype=torch.uint8, device=device)
+            return _empty(n_bytes, device)
         except (MemoryError, RuntimeError):
             with self._lock:
                 kept, self._free = self._free, []
             if not kept:
                 raise
             del kept
-        return torch.empty(n_bytes, dtype=torch.uint8, device=device)
+        return _empty(n_bytes, device)
 
     def give(self, *buffers: torch.Tensor, mark: torch.cuda.Event | None = None) -> None:
         """Keep buffers that were taken, for whoever waits for a mark on its stream."""
@@ -141,6 +142,11 @@ class Buffers:
         """Keep none of these that were taken: a collective that failed may still write to them."""
         with self._lock:
             self._lent_bytes -= sum(data.nbytes for data in buffers)
+
+
+def _empty(n_bytes: int, device: torch.device) -> torch.Tensor:
+    with kept_tensors():
+        return torch.empty(n_bytes, dtype=torch.uint8, device=device)
 
 
 def _rounded(n_bytes: int) -> int:

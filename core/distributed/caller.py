@@ -360,7 +360,7 @@ class Caller:
                 self.faults.broken(reason_of(error))
             elif on_device:
                 helper = helper_of(group, device)
-                helper.lane.submit(say_failed_on_device, helper, self.faults, error).result()
+                helper.submit(say_failed_on_device, helper, self.faults, error).result()
             else:
                 self.faults.failed(reason_of(error), known_to_all=False, cause=cause_of(error))
                 say_failed(group, self.faults)
@@ -449,7 +449,7 @@ class Caller:
                 async_op=async_op,
             )
         except Exception as error:
-            helper.lane.submit(say_failed_on_device, helper, self.faults, error).wait()
+            helper.submit(say_failed_on_device, helper, self.faults, error).wait()
             raise
 
     def _measure_modes(

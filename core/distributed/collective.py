@@ -215,7 +215,7 @@ def all_to_all_single(
         run(group, caller)
         return None
     helper = helper_of(group)
-    task = helper.lane.submit(run, helper.group, function_caller(helper.group, codec))
+    task = helper.submit(run, helper.group, function_caller(helper.group, codec))
     return ExchangeWork(output, OfThread(task))
 
 

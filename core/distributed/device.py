@@ -137,7 +137,7 @@ class DeviceExchange:
             table.places = []
             deferred = deferred or table.deferred is not None
             self._some_raw = self._some_raw or table.candidate.raw
-        submit = self._helper.lane.submit
+        submit = self._helper.submit
         try:
             if deferred:  # the helper's thread waits for the ids, and encodes
                 self._tasks.append(submit(self._stages, 0, None, self._to_host(())[1]))
@@ -147,7 +147,7 @@ class DeviceExchange:
                 self._tasks.append(submit(self._stages, piece, *self._coded(piece)))
         except BaseException as error:
             if isinstance(error, Exception):
-                self._helper.lane.submit(self._fail, error).wait()
+                self._helper.submit(self._fail, error).wait()
             self._faults.interrupted(error)  # one waits for no rank
             raise
 

@@ -12,6 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..tracing import not_traced
 from .checks import check_names, checked_ids, rows_of
+from .modes import kept_tensors
 from .parts import Call
 from .passes import InFlight, Passes
 
@@ -175,7 +176,8 @@ def _mark(ctx: Any, call: Call, results: Sequence[torch.Tensor]) -> None:
 @lru_cache(64)
 def _zero(device: torch.device) -> torch.Tensor:
     """Return a zero on a device, of which others are made without a kernel."""
-    return torch.zeros((), device=device)
+    with kept_tensors():
+        return torch.zeros((), device=device)
 
 
 def _shaped(rows: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
+from ..engine.tasks import ThreadTask
 from ..engine.transfer import StreamLane, ThreadLane
 from ..errors import ArgumentError
 from .faults import ExchangeError
 from .groups import PerGroup, end_group, is_known, new_group_beside
+from .modes import Mode, kept_tensors, mode_of_thread
+
+T = TypeVar("T")
 
 CPU = torch.device("cpu")
 
@@ -38,12 +44,21 @@ class Helper:
     words: torch.Tensor
     stream: StreamLane | None = None
 
+    def submit(self, work: Callable[..., T], /, *args: Any) -> ThreadTask[T]:
+        """Queue ``work(*args)`` for the thread, in the calling thread's mode of autograd."""
+        return self.lane.submit(_in_mode, mode_of_thread(), work, args)
+
     def close(self) -> None:
         """End thread and communicator; what the thread has not begun is cancelled."""
         self.lane.close()
         if self.stream is not None:
             self.stream.stream.synchronize()
         end_group(self.group)
+
+
+def _in_mode(mode: Mode, work: Callable[..., T], args: tuple[Any, ...]) -> T:
+    with mode():
+        return work(*args)
 
 
 def _close(made: Helper | str) -> None:
@@ -89,6 +104,6 @@ def _made(group: dist.ProcessGroup, device: torch.device) -> Helper:
     on_gpu = device.type == "cuda"
     own = new_group_beside(group, "nccl" if on_gpu else "gloo", device)
     stream = StreamLane(device) if on_gpu else None
-    with nullcontext() if stream is None else stream.on():
+    with nullcontext() if stream is None else stream.on(), kept_tensors():
         words = torch.zeros(2, group.size(), 2, dtype=torch.int64, device=device)
     return Helper(own, ThreadLane("bitslab-exchange"), words, stream)

@@ -111,7 +111,7 @@ class Passes:
         given = device, FORWARD, error
         if async_op and self._in_thread(device):
             helper = helper_of(group)
-            helper.lane.submit(self._caller.fail_call, helper.group, *given).wait()
+            helper.submit(self._caller.fail_call, helper.group, *given).wait()
         else:
             self._caller.fail_call(group, *given)
 
@@ -148,10 +148,9 @@ class Passes:
         helper = helper_of(group)
 
         def done() -> Sequence[torch.Tensor]:
-            with torch.no_grad():
-                return work(helper.group, call, tensors, False).finish()
+            return work(helper.group, call, tensors, False).finish()
 
-        task = self._last = helper.lane.submit(done)
+        task = self._last = helper.submit(done)
         return Pass(OfThread(task), task.result)
 
     # Forward

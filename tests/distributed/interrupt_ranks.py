@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from bitslab.distributed import CompressedAllToAll, all_to_all_single
 from bitslab.distributed.device import DeviceExchange
+from bitslab.distributed.helpers import Helper
 from bitslab.distributed.selection import Decision
-from bitslab.engine.transfer import ThreadLane
 from tests.distributed.device_ranks import coded_where_rows_are
 from tests.distributed.early_ranks import any_error_of
 from tests.distributed.ranks import noise
@@ -48,10 +48,10 @@ def between_pieces(rank: int, ranks: int) -> dict[str, Any]:
     """Rank 1 is interrupted behind its first of three pieces: no later one is taken for them."""
     group = dist.new_group(timeout=timedelta(seconds=3))
     exchange = CompressedAllToAll(group, codec="compressed", pieces=3)
-    of_lane = ThreadLane.submit
+    of_helper = Helper.submit
 
-    def submit(self: ThreadLane, *args: Any) -> Any:
-        task = of_lane(self, *args)
+    def submit(self: Helper, *args: Any) -> Any:
+        task = of_helper(self, *args)
         if args[0].__name__ == "_stages":
             raise KeyboardInterrupt
         return task
@@ -59,7 +59,7 @@ def between_pieces(rank: int, ranks: int) -> dict[str, Any]:
     t = noise(rank, ranks, 8)
     with coded_where_rows_are():
         exchange(t)
-        with mock.patch.object(ThreadLane, "submit", submit) if rank == 1 else nullcontext():
+        with mock.patch.object(Helper, "submit", submit) if rank == 1 else nullcontext():
             first = _said(partial(exchange, t))
         second = _said(partial(exchange, t))
     own = first == INTERRUPTED if rank == 1 else first.startswith("ExchangeError: ")
