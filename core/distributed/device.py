@@ -24,12 +24,22 @@ from ..engine.transfer import StreamLane
 from ..errors import BitslabError, CorruptedDataError
 from .agreement import Difference
 from .buffers import Buffers
-from .device_parts import Coded, Coder, Joined, Message, Part, Section, bytes_of, uploaded
+from .device_parts import (
+    Coded,
+    Coder,
+    Joined,
+    Message,
+    Part,
+    Section,
+    bytes_of,
+    keep_on_current,
+    uploaded,
+)
 from .device_reader import DeviceReader
 from .device_selection import Trial
 from .faults import ExchangeError, Faults, cause_of, reason_of
 from .helpers import Helper
-from .layout import Layout, Rows, sizes_of_tables
+from .layout import Layout, Rows, memory_of, sizes_of_tables
 from .stats import Counters
 from .wire import DESCRIPTOR_BYTES, FAILED, Turn, descriptor
 from .work import error_of, not_begun, refuse_to_wait, this_thread
@@ -202,9 +212,8 @@ class DeviceExchange:
         if rank is None or not tables:
             return
         sent = self._sent_by_rank()
-        if self._device.type == "cuda" and current_stream(self._device) is not self._begun_on:
-            for number in tables:  # memory of the stream on which this began
-                self._tables[number].sent.record_stream(current_stream(self._device))
+        if self._begun_on is not None:
+            keep_on_current(self._begun_on, [self._tables[number].sent for number in tables])
         into = [self._reader.received[number][rank] for number in tables]
         copy_rows(into, [sent[number][rank] for number in tables])
 
@@ -386,8 +395,7 @@ class DeviceExchange:
         if self._lane is not None:
             if behind is not None:
                 behind.wait(self._lane.stream)
-            received = (t.received if t.memory is None else t.memory for t in self._tables)
-            self._lane.keep(*{id(t): t for t in received}.values())
+            self._lane.keep(*memory_of(self._tables))
         if self._faults.to_report:
             raise self._faults.pending()
         return self._joined(self._messages(sent))
@@ -396,15 +404,10 @@ class DeviceExchange:
         self, behind: torch.cuda.Event | None
     ) -> tuple[_OnTheWay, torch.cuda.Event | None]:
         """Encode rows once it is known which share an id, on the stream of the helper."""
-        if self._lane is not None and behind is not None:
-            behind.wait(self._lane.stream)
-            found = {
-                id(t.deferred.found): t.deferred.found
-                for t in self._tables
-                if t.deferred is not None
-            }
-            self._lane.keep(*(each.read_by_lane for each in found.values()))
-            self._lane.keep(*(table.sent for table in self._tables))
+        if self._lane is not None:
+            if behind is not None:
+                behind.wait(self._lane.stream)
+            self._lane.keep(*(t for table in self._tables for t in table.read_to_encode()))
         for table in self._tables:
             table.know_repeats()
         self._drop_own_repeats()

@@ -73,10 +73,10 @@ class FoundRepeats:
         source = torch.empty_like(order)
         source[order] = first[group]
         begins = torch.cumsum(rows_of_part, 0) - rows_of_part
-        #: int64 there, by group: its first row, counted in its part.
-        self._first = first[:total] - begins[part[first[:total]]] if total else first[:0]
+        #: int64 on the device, by group: its first row, counted in its part.
+        self.first = first[:total] - begins[part[first[:total]]] if total else first[:0]
         differ = self._differ(source)
-        numbers = torch.cat([counts, differ, places, self._first]).int()
+        numbers = torch.cat([counts, differ, places, self.first]).int()
         self._event: torch.cuda.Event | None = None
         self._numbers = numbers
         if device.type == "cuda":
@@ -128,15 +128,10 @@ class FoundRepeats:
             for n in table.send_rows:
                 kept = next(sent)
                 groups = slice(group, group + kept)
-                repeats = Repeats(places[row : row + n], first[groups], self._first[groups])
+                repeats = Repeats(places[row : row + n], first[groups], self.first[groups])
                 found[-1].append(repeats if kept < n else None)
                 row, group = row + n, group + kept
         return found
-
-    @property
-    def read_by_lane(self) -> torch.Tensor:
-        """What other streams than the current one read, too."""
-        return self._first
 
 
 class DeferredRepeats(NamedTuple):

@@ -10,8 +10,10 @@ import torch
 import torch.distributed as dist
 from torch.autograd.function import once_differentiable
 
+from ..engine.kernels.cuda.stream import current_stream
 from ..tracing import not_traced
 from .checks import check_names, checked_ids, rows_of
+from .device_parts import keep_on_current
 from .modes import kept_tensors
 from .parts import Call
 from .passes import InFlight, Passes
@@ -123,12 +125,13 @@ class TablesInFlight:
         self._names = names
         self._begun: torch.Tensor = BeginFunction.apply(in_flight, *tensors)  # type: ignore[no-untyped-call]
         self._found: dict[str, torch.Tensor] = {}
+        self._waited_on: torch.cuda.Stream | None = None
 
     @not_traced
     def wait(self) -> dict[str, torch.Tensor]:
         """Return the rows that came, as `CompressedAllToAll.exchange_tables` does; again the same.
 
-        Of tensors on a GPU torch's current stream waits, the host until all is queued.
+        Of tensors on a GPU torch's current stream waits, each time, the host until all is queued.
 
         Raises
         ------
@@ -141,7 +144,14 @@ class TablesInFlight:
             came = WaitFunction.apply(self._in_flight, self._begun)  # type: ignore[no-untyped-call]
             pairs = zip(self._names, came, strict=True)
             self._found = {name: t for name, t in pairs if name is not None}
+            if came[0].is_cuda:
+                self._waited_on = current_stream(came[0].device)
             self._in_flight = None
+        elif self._waited_on is not None:
+            stream = current_stream(self._waited_on.device)
+            if stream != self._waited_on:
+                stream.wait_stream(self._waited_on)
+            keep_on_current(self._waited_on, self._found.values())
         return dict(self._found)
 
     def know_ids(self, received_ids: Mapping[str, torch.Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
@@ -107,6 +107,14 @@ class Rows:
         if self.deferred is not None:
             self.repeats = list(self.deferred.found.of(self.deferred.number))
             self.deferred = None
+
+    def read_to_encode(self) -> Iterator[torch.Tensor]:
+        """Yield what is read on the device to encode rows: these, a bound, and which are sent."""
+        yield self.sent
+        if isinstance(self.bound, torch.Tensor):
+            yield self.bound
+        if self.deferred is not None:
+            yield self.deferred.found.first
 
     def raw_bytes(self, rank: int | None) -> int:
         """Return the bytes of the rows for other ranks than this one; of all for None."""
@@ -391,6 +399,12 @@ class Kept(Generic[T]):
             del self._kept[next(iter(self._kept))]
         self._kept[key] = made
         return made
+
+
+def memory_of(tables: Sequence[Rows]) -> list[torch.Tensor]:
+    """Return the memory that rows of tables are received into, each once."""
+    received = (t.received if t.memory is None else t.memory for t in tables)
+    return list({id(t): t for t in received}.values())
 
 
 def sizes_of_tables(tables: Sequence[Rows]) -> tuple[TableSizes, ...]:

@@ -7,16 +7,18 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from ..engine.kernels.cuda.stream import current_stream
 from ..engine.kernels.vector_format import KINDS
 from ..engine.tasks import ThreadTask
 from ..errors import ArgumentError
 from .bounds import ErrorBound
 from .caller import Caller
 from .checks import named, repeats_of, rows_of
+from .device_parts import keep_on_current
 from .device_repeats import DeferredRepeats, FoundRepeats, RowsById
-from .faults import ContentError
+from .faults import ContentError, ExchangeError
 from .helpers import helper_of
-from .layout import Layout, Memory, Rows
+from .layout import Layout, Memory, Rows, memory_of
 from .messages import REFERENCES, Repeats
 from .parts import Call, Part, Sums, layout_of, spread_to_copies, sums_of
 from .rounding import GradientRounder
@@ -34,10 +36,20 @@ class Pass:
         The exchange.
     then : callable
         ``then()`` returns what came, once the exchange is over.
+    used : sequence of torch.Tensor
+        What ``then()`` reads or returns, where that may be on another stream of a GPU than torch's
+        current one, on which it was made.
     """
 
-    def __init__(self, begun: UnderWay, then: Callable[[], Sequence[torch.Tensor]]) -> None:
-        self._begun, self._then = begun, then
+    def __init__(
+        self,
+        begun: UnderWay,
+        then: Callable[[], Sequence[torch.Tensor]],
+        used: Sequence[torch.Tensor] = (),
+    ) -> None:
+        self._begun, self._then, self._used = begun, then, used
+        on_gpu = bool(used) and used[0].is_cuda
+        self._begun_on = current_stream(used[0].device) if on_gpu else None
 
     def finish(self) -> Sequence[torch.Tensor]:
         """Return what came; torch's current stream waits for it. Not called again once it has.
@@ -49,6 +61,8 @@ class Pass:
         """
         if self._begun is not OVER:
             self._begun.finish()
+        if self._begun_on is not None:
+            keep_on_current(self._begun_on, self._used)
         return self._then()
 
 
@@ -177,7 +191,7 @@ class Passes:
             call.places = [each.places for each in rows]
             return memory.received
 
-        return Pass(begun, came)
+        return Pass(begun, came, memory_of(rows) if async_op else ())
 
     def _rows(self, call: Call, tensors: Sequence[torch.Tensor], memory: Memory) -> list[Rows]:
         """Return rows as they are sent forward, with their bounds, and those that share an id."""
@@ -246,7 +260,7 @@ class Passes:
                 for number, each, of_sums in zip(numbers, rows, sums, strict=True)
             ]
 
-        return Pass(begun, came)
+        return Pass(begun, came, [*memory_of(rows), *_first_of(call)] if async_op else ())
 
     def _rows_back(
         self, group: dist.ProcessGroup, call: Call, gradients: Sequence[torch.Tensor]
@@ -327,6 +341,13 @@ class Passes:
             counters.moved_bytes += each.moved_bytes
 
 
+def _first_of(call: Call) -> list[torch.Tensor]:
+    """Return which rows crossed of those that share an id, as far as that is on a device."""
+    of_ranks = (each for repeats in call.repeats for each in repeats or ())
+    first = (each.first_on_device for each in of_ranks if each is not None)
+    return [t for t in first if t is not None]
+
+
 class InFlight:
     """One call whose passes are begun and finished apart; what autograd's functions share.
 
@@ -343,12 +364,10 @@ class InFlight:
     def __init__(self, passes: Passes, group: dist.ProcessGroup, call: Call) -> None:
         self._passes, self._group, self.call = passes, group, call
         self._pass: Pass | None = None
-        self._stream: torch.cuda.Stream | None = None
         self._held: Sequence[torch.Tensor] = ()
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """Begin to exchange rows ``[N, row]`` of all tables."""
-        self._begun_on(tensors[0].device)
         self._pass = self._passes.forward(self._group, self.call, tensors, async_op=True)
 
     def begin_back(self, gradients: Sequence[torch.Tensor]) -> None:
@@ -357,20 +376,18 @@ class InFlight:
         given = [rows_of(gradients[i], parts[i].row) for i in self.call.plan.with_gradients]
         # Autograd writes to gradients that nobody else has.
         self._held = gradients
-        self._begun_on(gradients[0].device)
         self._pass = self._passes.back(self._group, self.call, given, async_op=True)
 
     def finish(self) -> Sequence[torch.Tensor]:
-        """Return what came; see `Pass.finish`."""
-        assert self._pass is not None  # begun
+        """Return what came, once; see `Pass.finish`.
+
+        Raises
+        ------
+        ExchangeError
+            Again, where an interrupt kept the caller from what was returned before.
+        """
+        if self._pass is None:
+            raise ExchangeError("wait: an interrupt came when rows were to be returned")
         found = self._pass.finish()
         self._pass, self._held = None, ()
-        if self._stream is not None and found:
-            stream = torch.cuda.current_stream(found[0].device)
-            if stream != self._stream:
-                for t in found:  # memory of the stream on which this began
-                    t.record_stream(stream)
         return found
-
-    def _begun_on(self, device: torch.device) -> None:
-        self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None

@@ -11,9 +11,11 @@ from torch.distributed import distributed_c10d
 
 from ..engine.kernels.cuda.stream import current_stream
 from ..engine.tensor_bits import copy_rows
+from ..engine.transfer import record_on
 from .buffers import Buffers
+from .device_parts import keep_on_current
 from .faults import Faults
-from .layout import Layout, Plain, Rows
+from .layout import Layout, Plain, Rows, memory_of
 from .stats import Counters
 from .work import OVER, OfTorch, UnderWay
 
@@ -112,16 +114,14 @@ class PlainExchange:
         def written() -> None:
             mark = None
             try:
-                if begun_on is not None and begun_on != current_stream(device):
-                    for data in taken:
-                        data.record_stream(current_stream(device))
+                if begun_on is not None:
+                    keep_on_current(begun_on, (*taken, *memory_of(self._tables)))
                 self._spread(found)
             except BaseException:
                 self._buffers.forget(*taken)
                 raise
             if begun_on is not None:
-                mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                mark.record(current_stream(device))
+                mark = record_on(current_stream(device))
             self._buffers.give(*taken, mark=mark)
 
         if work is not None:

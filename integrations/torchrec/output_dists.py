@@ -74,18 +74,15 @@ class RowsInFlight(Awaitable[torch.Tensor]):  # type: ignore[misc]
     Parameters
     ----------
     waited : callable
-        Waits for them and returns them. It is called once.
+        Waits for them, on torch's current stream of a GPU, and returns them.
     """
 
     def __init__(self, waited: Callable[[], torch.Tensor]) -> None:
         super().__init__()
         self._waited = waited
-        self._rows: torch.Tensor | None = None
 
     def _wait_impl(self) -> torch.Tensor:
-        if self._rows is None:
-            self._rows = self._waited()
-        return self._rows
+        return self._waited()
 
 
 class CompressedDist(torch.nn.Module):

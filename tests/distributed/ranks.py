@@ -94,6 +94,7 @@ def main() -> None:
         interrupt_ranks,
         kind_ranks,
         mode_ranks,
+        stream_ranks,
         table_ranks,
         way_ranks,
         work_ranks,
@@ -103,7 +104,7 @@ def main() -> None:
     known |= calls_ranks.CHECKS | early_ranks.CHECKS | kind_ranks.CHECKS | drawn_ranks.CHECKS
     known |= bound_ranks.CHECKS | work_ranks.CHECKS | group_ranks.CHECKS
     known |= mode_ranks.CHECKS | interrupt_ranks.CHECKS | in_flight_ranks.CHECKS
-    known |= way_ranks.CHECKS
+    known |= way_ranks.CHECKS | stream_ranks.CHECKS
     names = check.split("+")
     results = {name: known[name](int(rank), int(ranks)) for name in names}
     result = results if len(names) > 1 else results[check]
