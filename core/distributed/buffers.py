@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,7 +65,10 @@ class Buffers:
     def _begin(self) -> None:
         self._lock = threading.Lock()
         self._free: list[_Free] = []
-        self._lent_bytes = self._lent = 0
+        #: By identity those that are lent, as long as somebody has them: an exchange that nobody
+        #: waits for never gives its own back.
+        self._in_use: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._lent = 0
 
     def after_fork(self) -> None:
         """Begin anew: what is lent and the lock are the parent's; a child frees no event."""
@@ -73,9 +77,10 @@ class Buffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of all buffers, lent ones included."""
+        """Bytes of all buffers, those included that are lent and were not dropped."""
         with self._lock:
-            return self._lent_bytes + self._kept_bytes()
+            in_use = list(self._in_use.values())
+            return sum(data.nbytes for data in in_use) + self._kept_bytes()
 
     @property
     def kept_bytes(self) -> int:
@@ -103,12 +108,12 @@ class Buffers:
             found = min(fits, key=lambda each: each.data.nbytes, default=None)
             if found is not None:
                 self._free = [each for each in self._free if each is not found]
-                self._lent_bytes += found.data.nbytes
+                self._in_use[id(found.data)] = found.data
             self._free = [each for each in self._free if self._lent - each.since <= MOST_AGE]
         if found is None:
             data = self._made(_rounded(wanted), device)
             with self._lock:
-                self._lent_bytes += data.nbytes
+                self._in_use[id(data)] = data
             return data
         if device.type == "cuda":
             stream = current_stream(device)
@@ -133,7 +138,7 @@ class Buffers:
         """Keep buffers that were taken, for whoever waits for a mark on its stream."""
         with self._lock:
             for data in buffers:
-                self._lent_bytes -= data.nbytes
+                self._in_use.pop(id(data), None)
                 self._free.append(_Free(data, mark, self._lent))
             while self._kept_bytes() > self._most_bytes:
                 del self._free[0]
@@ -141,7 +146,8 @@ class Buffers:
     def forget(self, *buffers: torch.Tensor) -> None:
         """Keep none of these that were taken: a collective that failed may still write to them."""
         with self._lock:
-            self._lent_bytes -= sum(data.nbytes for data in buffers)
+            for data in buffers:
+                self._in_use.pop(id(data), None)
 
 
 def _empty(n_bytes: int, device: torch.device) -> torch.Tensor:

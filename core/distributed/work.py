@@ -15,6 +15,7 @@ import torch.distributed as dist
 from ..engine.tasks import ThreadTask
 from ..errors import BitslabError
 from .faults import ExchangeError, Faults
+from .modes import mode_of_thread
 
 #: Of a future: what torch's own collectives have there.
 Outputs = list[torch.Tensor]
@@ -231,22 +232,42 @@ class OfTorch:
         Of the caller.
     then : callable, optional
         ``then()`` writes the output where that is not what the collective wrote. It is called once,
-        by the first `finish`, behind the collective on torch's current stream.
+        by the first `finish`, behind the collective on torch's current stream, in the mode of
+        autograd of whoever began.
     """
 
     def __init__(
         self, work: dist.Work, faults: Faults, then: Callable[[], object] | None = None
     ) -> None:
         self._work, self._faults, self._then = work, faults, then
-        self._future = work.get_future()
+        self._future, self._mode = work.get_future(), mode_of_thread()
+        self._failed: Exception | None = None
 
     def finish(self, timeout_s: float | None = None) -> None:
-        """Wait until it is over, and raise its error; torch's current stream waits, too."""
+        """Wait until it is over, and raise its error, each time; torch's current stream waits, too.
+
+        What was not written in the first call is written in no later one.
+        """
+        if self._failed is not None:
+            raise self._failed
         limit = () if timeout_s is None else (timedelta(seconds=timeout_s),)
-        self._faults.stage("payload", lambda: self._work.wait(*limit))
-        then, self._then = self._then, None
-        if then is not None:
-            then()
+        try:
+            self._faults.stage("payload", lambda: self._work.wait(*limit))
+        except ExchangeError as error:
+            self._failed = error
+            raise
+        if self._then is None:
+            return
+        # Before it begins: whatever ends it, even an interrupt, later calls raise.
+        self._failed = ExchangeError("payload stage: what came was not written, wait() was ended")
+        try:
+            with self._mode():
+                self._then()
+        except Exception as error:
+            self._failed = error
+            raise
+        self._then = None
+        self._failed = None
 
     def done(self) -> bool:
         """Return whether it is over."""
@@ -254,6 +275,8 @@ class OfTorch:
 
     def exception(self) -> BaseException | None:
         """Return its error, or None; waits until it is over."""
+        if self._failed is not None:
+            return self._failed
         try:
             # Not by the work, which over gloo is over behind the callbacks of its future.
             self._faults.stage("payload", self._future.wait)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from bitslab.distributed import CompressedAllToAll, Table
 from bitslab.distributed import exchange as stages
 from bitslab.distributed.pairs import Pairs
+from bitslab.distributed.plain import PlainExchange
 from bitslab.distributed.work import OfThread
 from tests.distributed.device_ranks import coded_where_rows_are, crossed
 from tests.distributed.early_ranks import any_error_of
@@ -206,6 +209,34 @@ def failures(rank: int, ranks: int) -> dict[str, Any]:
     return seen
 
 
+def plain_failures(rank: int, ranks: int) -> dict[str, Any]:
+    """Rows that torch's own collective brought and nobody could write, or nobody waited for."""
+    seen: dict[str, Any] = {}
+    sizes = {table.name: [5] * ranks for table in PLANNED}
+    rows = {t.name: rows_of(t, 5 * ranks, rank) for t in PLANNED}
+    with coded_where_rows_are():
+        exchange = CompressedAllToAll(dist.new_group(), tables=PLANNED, codec="raw")
+        begun = exchange.begin_tables(rows, sizes, sizes)
+        with mock.patch.object(PlainExchange, "_spread", side_effect=MemoryError("none left")):
+            seen["first"] = any_error_of(begun.wait)
+        seen["second"] = any_error_of(begun.wait)
+        found = exchange.begin_tables(rows, sizes, sizes).wait()
+        seen["next"] = all(
+            torch.equal(found[name], crossed(t, sizes[name], sizes[name]))
+            for name, t in rows.items()
+        )
+        before = exchange.stats()["buffer_bytes"]
+        for _ in range(20):
+            exchange.begin_tables(rows, sizes, sizes)
+        gc.collect()
+        dist.barrier()
+        until = time.monotonic() + 10  # gloo's threads hold the last ones a little longer
+        while exchange.stats()["buffer_bytes"] > before + 4 * 4096 and time.monotonic() < until:
+            time.sleep(0.01)
+        seen["buffers"] = exchange.stats()["buffer_bytes"] <= before + 4 * 4096
+    return seen
+
+
 def dead_in_flight(rank: int, ranks: int) -> dict[str, Any] | None:
     """The last rank ends instead of beginning: the others raise where they wait, then at once."""
     exchange = CompressedAllToAll(tables=PLANNED[:1], codec="compressed")
@@ -280,6 +311,7 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
         begun_before_others,
         as_torch_has_it,
         failures,
+        plain_failures,
         dead_in_flight,
         dead_in_flight_back,
         nccl_in_flight,

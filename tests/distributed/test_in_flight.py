@@ -16,7 +16,7 @@ EQUAL = ("several_at_once", "several_as_on_a_gpu", "begun_before_others", "as_to
 @pytest.fixture(scope="module")
 def seen_by(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[Any]]]:
     """What two ranks saw, and three."""
-    checks = (*EQUAL, "failures")
+    checks = (*EQUAL, "failures", "plain_failures")
     return {n: run_checks(checks, n, tmp_path_factory.mktemp("ranks")) for n in (2, 3)}
 
 
@@ -47,6 +47,15 @@ def test_failures_are_raised_where_ranks_wait(
             assert seen[key].startswith("MemoryError: none left" if own else elsewhere), seen
             assert own or "(out of memory)" in seen[key]
         assert "disagrees with rank" in seen["disagreement"]
+
+
+@two_and_three
+def test_rows_that_were_not_written_are_returned_by_no_later_wait(
+    ranks: int, seen_by: dict[int, dict[str, list[Any]]]
+) -> None:
+    for seen in seen_by[ranks]["plain_failures"]:
+        assert seen.pop("first") == seen.pop("second") == "MemoryError: none left"
+        assert set(seen) == {"next", "buffers"} and all(seen.values()), seen
 
 
 @pytest.mark.parametrize(("check", "ranks"), [("dead_in_flight", 3), ("dead_in_flight_back", 2)])

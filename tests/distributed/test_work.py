@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from bitslab import BitslabError, CorruptedDataError
-from bitslab.distributed.faults import ExchangeError
-from bitslab.distributed.work import ExchangeWork, Over
+from bitslab.distributed.faults import ExchangeError, Faults
+from bitslab.distributed.work import ExchangeWork, OfTorch, Over
 from tests.distributed.ranks import run_checks
 
 two_and_three = pytest.mark.parametrize("ranks", [2, 3])
@@ -98,3 +98,34 @@ def test_there_is_no_result_of_what_goes_on() -> None:
     work = ExchangeWork(torch.zeros(1), exchange)
     with pytest.raises(BitslabError, match="result: the exchange goes on"):
         work.result()
+
+
+def test_what_was_not_written_is_written_in_no_later_wait() -> None:
+    for error in (MemoryError("none left"), KeyboardInterrupt()):
+        then = mock.Mock(side_effect=error)
+        work = OfTorch(mock.MagicMock(), Faults(lasting=True), then)
+        with pytest.raises(type(error)):
+            work.finish()
+        for _ in range(2):
+            with pytest.raises((MemoryError, ExchangeError), match="none left|was not written"):
+                work.finish()
+        assert work.exception() is not None
+        then.assert_called_once_with()
+
+
+def test_a_collective_that_failed_fails_each_wait() -> None:
+    torchs, then = mock.MagicMock(), mock.Mock()
+    torchs.wait.side_effect = [RuntimeError("gone"), True]
+    work = OfTorch(torchs, Faults(lasting=True), then)
+    for _ in range(2):
+        with pytest.raises(ExchangeError, match="payload stage: gone"):
+            work.finish()
+    then.assert_not_called()
+
+
+def test_an_output_is_written_once() -> None:
+    then = mock.Mock()
+    work = OfTorch(mock.MagicMock(), Faults(lasting=True), then)
+    work.finish()
+    work.finish()
+    then.assert_called_once_with()
