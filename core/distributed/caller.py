@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 
 from ..engine.advisor import NetworkModel, network_model
 from ..engine.codecs import BoundedVectorCodec
+from ..engine.tasks import ThreadTask
 from ..engine.transfer import ThreadLane
 from ..errors import ArgumentError, ArgumentTypeError
 from .agreement import agree
 from .buffers import MOST_BYTES, Buffers
-from .device import DeviceExchange, say_failed_on_device
-from .device_parts import wait_for_stream
-from .device_selection import choose_on_device
+from .device import DeviceExchange
+from .device_selection import choose_on_device, seconds_of
 from .exchange import Exchange, say_failed
 from .faults import ContentError, Faults, cause_of, reason_of
 from .helpers import helper_of
+from .host_selection import choose_on_host, record_of_plain
 from .kinds import Kinds
 from .layout import Kept, Layout, Rows, saved_back_bytes, sizes_of_tables
 from .plain import PlainExchange
@@ -33,9 +32,7 @@ from .selection import (
     PLAIN,
     TRIALS,
     Decision,
-    Measured,
     TableChoice,
-    WayRecord,
     as_floats,
     saved_seconds,
 )
@@ -102,6 +99,7 @@ class Caller:
         #: False where rows on their device do not cross, or have no codec there.
         self._codes = True
         self._lane: ThreadLane | None = None
+        self._last: ThreadTask[Any] | None = None
         self._model: NetworkModel | None = None
         self._kinds = Kinds()
         self._layouts = Kept[Layout]()
@@ -137,6 +135,8 @@ class Caller:
             self.faults.parted, self._kinds = False, Kinds()
         of_kind = self._kinds.of(kind)
         if of_kind.begin(own):
+            self.wait()
+            self.faults.check()
             of_kind.agree(agree(group, device, self.faults, of_kind.misfits()))
         self.decision = of_kind.decision
         return of_kind.choice(bounded=bounded)
@@ -148,6 +148,25 @@ class Caller:
         decision = self._kinds.next_decision(kind)
         return decision is None or decision.mode() != PLAIN or decision.decides_next()
 
+    def wait(self) -> None:
+        """Wait until exchanges of rows on their device are queued, or failed; that is not raised.
+
+        So that all ranks know of a failure before one takes part in a collective of its own thread,
+        in which the others do not.
+
+        Raises
+        ------
+        BitslabError
+            In a callback of a future: its thread would wait for itself.
+        """
+        last = self._last
+        if last is not None:
+            if not last.done():
+                if this_thread.completes:
+                    refuse_to_wait()
+                last.wait()
+            self._last = None
+
     def is_plain(self, way: int = 0) -> bool:
         """Return whether torch's own collective delivers the next exchange."""
         return self.codec == "raw" or self._mode(way) == PLAIN
@@ -158,6 +177,10 @@ class Caller:
         Else torch's own collective delivers all bytes.
         """
         return not self.is_plain(way) or (self.codec == "auto" and self.decision.decides_next(way))
+
+    def _meets_in_this_thread(self, way: int) -> bool:
+        """Return whether ranks meet in the calling thread in the next exchange on their device."""
+        return self.is_plain(way) or (self.codec == "auto" and self.decision.decides_next(way))
 
     @property
     def modes(self) -> list[str]:
@@ -251,7 +274,7 @@ class Caller:
         layout: Layout,
     ) -> None:
         if self.codec == "raw":
-            self._plain(group, tables, self.counters[way], layout)
+            self._plain(group, tables, self.counters[way], layout).run()
             return
         self.faults.check()
         turn = self._turn(way)
@@ -264,7 +287,7 @@ class Caller:
         if exchange is None:
             if due:
                 self._decide_while_plain(group, tables, choices, way)
-            self._plain(group, tables, self.counters[way], layout)
+            self._plain(group, tables, self.counters[way], layout).run()
             return
         self.decision.agreed(way)
         counters = self.counters[way]
@@ -294,7 +317,9 @@ class Caller:
     ) -> Exchange | None:
         """Return the exchange of a call, None of one that is plain; measure where it decides."""
         if due:
-            self._choose(group, tables, choices)
+            model = self._network(group, tables[0].sent.device)
+            assert model is not None  # of several ranks
+            choose_on_host(tables, choices, model, group.rank())
         if self.is_plain(way):
             return None
         for table, choice in zip(tables, choices, strict=True):
@@ -331,6 +356,10 @@ class Caller:
         if self.codec == "raw" or self.faults.is_known:
             return
         if self.coded_on_device(device):
+            if self._meets_in_this_thread(way):
+                self.wait()
+                if self.faults.is_known:
+                    return
             due = self.codec == "auto" and self.decision.is_due(way)
         else:
             due = self._begin(group, way)
@@ -360,7 +389,7 @@ class Caller:
                 self.faults.broken(reason_of(error))
             elif on_device:
                 helper = helper_of(group, device)
-                helper.submit(say_failed_on_device, helper, self.faults, error).result()
+                helper.submit(helper.say_failed, self.faults, error).result()
             else:
                 self.faults.failed(reason_of(error), known_to_all=False, cause=cause_of(error))
                 say_failed(group, self.faults)
@@ -400,26 +429,30 @@ class Caller:
         UnderWay
             What is to be finished.
         """
-        device = tables[0].sent.device
+        device, counters = tables[0].sent.device, self.counters[way]
         codes = device.type in BoundedVectorCodec.device_types
         alone = group.size() == 1 and not self.own_rows_cross
         layout = layout or self.layout_of(group, tables)
         self._codes = codes and not alone
         if self.codec == "raw" or not self._codes:
             # Without counting: nothing is decided.
-            return self._plain(group, tables, self.counters[way], layout, async_op=async_op)
-        self.faults.check()
+            return self._plain(group, tables, counters, layout).run(async_op=async_op)
         turn = self._turn(way)
+        if self._last is not None and self._meets_in_this_thread(way):
+            self.wait()
+        self.faults.check()
         if self.codec == "auto" and self.decision.is_due(way):
             self._measure_modes(group, tables, choices, way, layout, turn)
         mode = self._mode(way)
         if mode == PLAIN:
-            return self._plain(group, tables, self.counters[way], layout, async_op=async_op)
+            return self._plain(group, tables, counters, layout).run(async_op=async_op)
         for table, choice in zip(tables, choices, strict=True):
             table.candidate = choice.candidate
-        exchange = self._coded(group, tables, self.counters[way], layout, mode, turn, async_op)
+        exchange = self._coded(group, tables, counters, layout, mode, turn, async_op)
         self.decision.agreed(way)
-        exchange.start()
+        last = exchange.start()
+        if async_op:
+            self._last = last
         return exchange
 
     def _coded(
@@ -449,7 +482,7 @@ class Caller:
                 async_op=async_op,
             )
         except Exception as error:
-            helper.submit(say_failed_on_device, helper, self.faults, error).wait()
+            helper.submit(helper.say_failed, self.faults, error).wait()
             raise
 
     def _measure_modes(
@@ -500,53 +533,19 @@ class Caller:
         mode: str,
         turn: Turn,
     ) -> float:
-        """Return the seconds of an exchange of copies of these tables, begun by all ranks at once.
+        """Return the seconds of an exchange in a mode, which counts nowhere."""
 
-        What is received is written, as it is again by the exchange that counts.
-        """
-        device = tables[0].sent.device
-        copies = [
-            replace(t, repeats=None if t.repeats is None else list(t.repeats), places=[])
-            for t in tables
-        ]
-        agree(group, device, self.faults)
-        started, failed = time.perf_counter(), None
-        if mode == PLAIN:
-            self._plain(group, copies, Counters(), layout)
-            wait_for_stream(device)
-            return time.perf_counter() - started
-        exchange = self._coded(group, copies, Counters(), layout, mode, turn)
-        try:
-            exchange.run()
-            wait_for_stream(device)
-        except Exception as error:
-            if not exchange.crossed:  # all raise, or the group is of no more use
-                raise
-            failed = error
-        seconds = time.perf_counter() - started
-        agree(group, device, self.faults, error=failed)
-        return seconds
+        def made(copies: Sequence[Rows]) -> DeviceExchange | PlainExchange:
+            if mode == PLAIN:
+                return self._plain(group, copies, Counters(), layout)
+            return self._coded(group, copies, Counters(), layout, mode, turn)
+
+        return seconds_of(made, tables, group, self.faults)
 
     def _pieces_lane(self) -> ThreadLane | None:
         if self._pieces > 1 and self._lane is None:
             self._lane = ThreadLane("bitslab-pieces")
         return self._lane
-
-    def _choose(
-        self,
-        group: dist.ProcessGroup,
-        tables: Sequence[Rows],
-        choices: Sequence[TableChoice],
-    ) -> None:
-        """Measure each table's candidates on the rows for the rank that gets most."""
-        model = self._network(group, tables[0].sent.device)
-        assert model is not None  # of several ranks
-        own = group.rank()
-        for table, choice in zip(tables, choices, strict=True):
-            to = max((rank for rank in range(group.size()) if rank != own), key=table.rows_for)
-            rows = torch.split(table.sent, list(table.send_rows))[to]
-            repeats = table.repeats[to] if table.repeats else None
-            choice.choose(rows, table.bound_of(rows), model, repeats)
 
     def _decide_while_plain(
         self,
@@ -556,23 +555,14 @@ class Caller:
         way: int,
     ) -> None:
         """Decide by what compressing these rows would take, agreed in one small all-reduce."""
-        record = self.decision.records[way] = WayRecord(calls=1)
-        rank = group.rank()
-        record.saved_back_bytes = saved_back_bytes(group.rank(), tables)
-        for table, choice in zip(tables, choices, strict=True):
-            raw = table.raw_bytes(rank)
-            found = choice.measured.get(choice.candidate.name, Measured(1.0, 0.0, 0.0))
-            record.raw_bytes += raw
-            record.moved_bytes += raw / found.ratio
-            record.encode_s += raw * found.encode_s_per_byte
-            record.decode_s += raw * found.decode_s_per_byte
+        self.decision.records[way] = record_of_plain(tables, choices, group.rank())
         predicted = as_floats(self._predictions(group))
         slowest = agree(group, tables[0].sent.device, self.faults, predicted)
         self.decision.decide_by(slowest)
 
     def _predictions(self, group: dist.ProcessGroup) -> list[int]:
         """Return this rank's predictions as numbers, of a call that decides."""
-        assert self._model is not None  # `_choose` asked for it
+        assert self._model is not None  # `_exchange_of` asked for it
         return self.decision.predictions(self._model, group.size() - 1, SHORT_BYTES)
 
     def _plain(
@@ -581,11 +571,8 @@ class Caller:
         tables: Sequence[Rows],
         counters: Counters,
         layout: Layout,
-        *,
-        async_op: bool = False,
-    ) -> UnderWay:
-        """Let torch's own collective deliver the rows of all tables; return what is to finish."""
-        exchange = PlainExchange(
+    ) -> PlainExchange:
+        """Return an exchange by torch's own collective, of the rows of all tables."""
+        return PlainExchange(
             group, tables, counters, self.faults, buffers=self.buffers, layout=layout
         )
-        return exchange.run(async_op=async_op)

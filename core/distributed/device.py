@@ -6,8 +6,8 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError
-from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import lru_cache, partial
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from torch.distributed import distributed_c10d
 from ..engine.advisor.link import own_stream, work_seconds
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.stream import current_stream
-from ..engine.kernels.vector_chunks import VectorOptions, send_bytes
+from ..engine.kernels.vector_chunks import send_bytes
 from ..engine.tasks import ThreadTask
 from ..engine.tensor_bits import copy_rows
 from ..engine.transfer import StreamLane
@@ -33,15 +33,16 @@ from .device_parts import (
     Section,
     bytes_of,
     keep_on_current,
+    options_of,
     uploaded,
 )
 from .device_reader import DeviceReader
 from .device_selection import Trial
-from .faults import ExchangeError, Faults, cause_of, reason_of
+from .faults import ExchangeError, Faults, cause_of
 from .helpers import Helper
 from .layout import Layout, Rows, memory_of, sizes_of_tables
 from .stats import Counters
-from .wire import DESCRIPTOR_BYTES, FAILED, Turn, descriptor
+from .wire import DESCRIPTOR_BYTES, Turn
 from .work import error_of, not_begun, refuse_to_wait, this_thread
 
 
@@ -138,8 +139,14 @@ class DeviceExchange:
         self.start()
         self.finish()
 
-    def start(self) -> None:
-        """Queue encoding on torch's current stream, and all else in the helper's thread."""
+    def start(self) -> ThreadTask[torch.cuda.Event | None]:
+        """Queue encoding on torch's current stream, and all else in the helper's thread.
+
+        Returns
+        -------
+        ThreadTask
+            Which ends once all is queued, or failed.
+        """
         if self._device.type == "cuda":
             self._begun_on = current_stream(self._device)
         deferred = False
@@ -151,7 +158,7 @@ class DeviceExchange:
         try:
             if deferred:  # the helper's thread waits for the ids, and encodes
                 self._tasks.append(submit(self._stages, 0, None, self._to_host(())[1]))
-                return
+                return self._tasks[-1]
             self._drop_own_repeats()
             for piece in range(self._pieces):
                 self._tasks.append(submit(self._stages, piece, *self._coded(piece)))
@@ -160,6 +167,7 @@ class DeviceExchange:
                 self._helper.submit(self._fail, error).wait()
             self._faults.interrupted(error)  # one waits for no rank
             raise
+        return self._tasks[-1]
 
     def _drop_own_repeats(self) -> None:
         """Forget which rows of this rank for itself share an id: these are copied."""
@@ -291,7 +299,7 @@ class DeviceExchange:
         found = []
         for of_dtype in by_dtype.values():
             values = [part.coded for part in of_dtype]
-            options = [_options(self._tables[part.table]) for part in of_dtype]
+            options = [options_of(self._tables[part.table]) for part in of_dtype]
             out = self._take(send_bytes(values))
             offsets, sizes = self._coder.encode_vectors(values, options, out)
             found.append(Coded(of_dtype, out, offsets, sizes))
@@ -422,7 +430,7 @@ class DeviceExchange:
     def _failed_before(self, error: BaseException) -> None:
         """Have the other ranks know where they wait for what is not sent: they raise, too."""
         self._forget()
-        say_failed_on_device(self._helper, self._faults, error)
+        self._helper.say_failed(self._faults, error)
 
     def _forget(self) -> None:
         taken, self._taken = self._taken, []
@@ -559,38 +567,3 @@ class _OnTheWay(NamedTuple):
     coded: list[Coded]
     raw: list[Part]
     numbers: torch.Tensor
-
-
-def say_failed_on_device(helper: Helper, faults: Faults, error: BaseException) -> None:
-    """Say to all ranks, in the sizes stage, that this one failed before it could send.
-
-    In the helper's thread. It takes no memory on the device. Where the stage
-    fails, too, every later call raises.
-    """
-    reason = reason_of(error)
-    faults.failed(reason, known_to_all=False, cause=cause_of(error))
-    if not faults.to_report:
-        return  # a collective failed: all is over
-    said, found = helper.words
-
-    def crossed() -> None:
-        with nullcontext() if helper.stream is None else helper.stream.on():
-            said[:, 0].fill_(descriptor(faults.cause, FAILED))
-            distributed_c10d.all_to_all_single(found, said, group=helper.group)
-            found.tolist()
-
-    with suppress(ExchangeError):  # the error that is reported is raised
-        faults.stage("sizes", crossed)
-        faults.reported()
-
-
-def _options(table: Rows) -> VectorOptions:
-    candidate = table.candidate
-    bound = table.bound if candidate.bounded else 0.0
-    if isinstance(bound, torch.Tensor):
-        return VectorOptions(bound, table.relative, candidate.window, candidate.references)
-    return _options_of(bound, table.relative, candidate.window, candidate.references)
-
-
-#: Those of one bound are one object: kernels then know it for the same.
-_options_of = lru_cache(1024)(VectorOptions)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
 
 from ..engine.kernels.cuda.stream import current_stream
 from ..engine.kernels.vector_chunks import VectorOptions
+from .layout import Rows
 from .messages import Array, Fields, Repeats
 
 
@@ -162,3 +164,16 @@ def wait_for_stream(device: torch.device) -> None:
     """Wait for what is queued on torch's current stream of a device."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()
+
+
+def options_of(table: Rows) -> VectorOptions:
+    """Return how the kernels encode rows of a table."""
+    candidate = table.candidate
+    bound = table.bound if candidate.bounded else 0.0
+    if isinstance(bound, torch.Tensor):
+        return VectorOptions(bound, table.relative, candidate.window, candidate.references)
+    return _kept_options(bound, table.relative, candidate.window, candidate.references)
+
+
+#: Those of one bound are one object: kernels then know it for the same.
+_kept_options = lru_cache(1024)(VectorOptions)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 
 from ..engine.advisor import NetworkModel
+from .agreement import agree
+from .device_parts import wait_for_stream
+from .faults import Faults
 from .layout import Rows
 from .messages import RAW, REFERENCES, Candidate
 from .selection import EVERY_BIT, WITHIN_BOUND, Measured, TableChoice
@@ -37,6 +42,56 @@ class Tries(Protocol):
 
     def trial(self) -> Trial:
         """Return what that takes; waits for the device."""
+
+
+class Crosses(Protocol):
+    """An exchange of tables."""
+
+    @property
+    def crossed(self) -> bool:
+        """Whether what failed, failed on this rank alone, behind all that crosses."""
+
+    def run(self) -> object:
+        """Exchange."""
+
+
+def seconds_of(
+    made: Callable[[Sequence[Rows]], Crosses],
+    tables: Sequence[Rows],
+    group: dist.ProcessGroup,
+    faults: Faults,
+) -> float:
+    """Return the seconds of an exchange of copies of tables, begun by all ranks at once; waits.
+
+    What is received is written, as it is again by the exchange that counts.
+
+    Parameters
+    ----------
+    made : callable
+        ``made(tables)`` returns the exchange.
+    tables : sequence of Rows
+        On their device.
+    group, faults
+        Where ranks agree, and of the caller.
+    """
+    device = tables[0].sent.device
+    copies = [
+        replace(t, repeats=None if t.repeats is None else list(t.repeats), places=[])
+        for t in tables
+    ]
+    agree(group, device, faults)
+    started, failed = time.perf_counter(), None
+    exchange = made(copies)
+    try:
+        exchange.run()
+        wait_for_stream(device)
+    except Exception as error:
+        if not exchange.crossed:  # all raise, or the group is of no more use
+            raise
+        failed = error
+    seconds = time.perf_counter() - started
+    agree(group, device, faults, error=failed)
+    return seconds
 
 
 def choose_on_device(

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from ..engine.tasks import ThreadTask
 from ..engine.transfer import StreamLane, ThreadLane
 from ..errors import ArgumentError
-from .faults import ExchangeError
+from .faults import ExchangeError, Faults, cause_of, reason_of
 from .groups import PerGroup, end_group, is_known, new_group_beside
 from .modes import Mode, kept_tensors, mode_of_thread
+from .wire import FAILED, descriptor
 
 T = TypeVar("T")
 
@@ -47,6 +49,27 @@ class Helper:
     def submit(self, work: Callable[..., T], /, *args: Any) -> ThreadTask[T]:
         """Queue ``work(*args)`` for the thread, in the calling thread's mode of autograd."""
         return self.lane.submit(_in_mode, mode_of_thread(), work, args)
+
+    def say_failed(self, faults: Faults, error: BaseException) -> None:
+        """Say to all ranks, in the sizes stage, that this one failed before it could send.
+
+        In the helper's thread, of rows that are coded on their device. It takes no memory there.
+        Where the stage fails, too, every later call raises.
+        """
+        faults.failed(reason_of(error), known_to_all=False, cause=cause_of(error))
+        if not faults.to_report:
+            return  # a collective failed: all is over
+        said, found = self.words
+
+        def crossed() -> None:
+            with nullcontext() if self.stream is None else self.stream.on():
+                said[:, 0].fill_(descriptor(faults.cause, FAILED))
+                distributed_c10d.all_to_all_single(found, said, group=self.group)
+                found.tolist()
+
+        with suppress(ExchangeError):  # the error that is reported is raised
+            faults.stage("sizes", crossed)
+            faults.reported()
 
     def close(self) -> None:
         """End thread and communicator; what the thread has not begun is cancelled."""

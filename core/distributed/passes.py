@@ -130,7 +130,7 @@ class Passes:
             self._caller.fail_call(group, *given)
 
     def wait(self) -> None:
-        """Wait for what the helper's thread has of this object; its errors are not raised.
+        """Wait for what helpers' threads have of this object; its errors are not raised.
 
         Raises
         ------
@@ -142,6 +142,7 @@ class Passes:
             if this_thread.completes:
                 refuse_to_wait()
             last.wait()
+        self._caller.wait()
 
     def _in_thread(self, device: torch.device) -> bool:
         return not self._caller.coded_on_device(device)

@@ -39,6 +39,9 @@ class PlainExchange:
         Of the tables' sizes.
     """
 
+    #: No rank goes on where torch's own collective fails.
+    crossed = False
+
     def __init__(
         self,
         group: dist.ProcessGroup,

@@ -16,8 +16,11 @@ import torch.distributed as dist
 
 from bitslab.distributed import CompressedAllToAll, Table
 from bitslab.distributed import exchange as stages
+from bitslab.distributed.agreement import Agreement
+from bitslab.distributed.device import DeviceExchange
 from bitslab.distributed.pairs import Pairs
 from bitslab.distributed.plain import PlainExchange
+from bitslab.distributed.selection import PLAIN
 from bitslab.distributed.work import OfThread
 from tests.distributed.device_ranks import coded_where_rows_are, crossed
 from tests.distributed.early_ranks import any_error_of
@@ -150,7 +153,7 @@ def as_torch_has_it(rank: int, ranks: int) -> dict[str, Any]:
             seen[f"{on_device} at once"] = torch.equal(at_once, begun.wait()["users"])
             last = begin()
             counts = exchange.state_dict()["iteration"], exchange.stats()["forward"]["calls"]
-            seen[f"{on_device} state"] = counts[0] == 4 and (on_device or counts[1] == 5)
+            seen[f"{on_device} state"] = counts == (4, 5)
             last.wait()
             found.sum().backward(retain_graph=True)
             found.sum().backward()
@@ -206,6 +209,43 @@ def failures(rank: int, ranks: int) -> dict[str, Any]:
     begin = made()
     wrong = {"users": [4] * ranks} if rank else sizes
     seen["disagreement"] = error_of(begin(wrong, sizes).wait)
+    return seen
+
+
+def failed_before_ranks_meet(rank: int, ranks: int) -> dict[str, Any]:
+    """Ranks learn of a failure at other times, and raise where they would meet in their own thread.
+
+    Rank 0 learns last, and is in its next call by then, which decides, or is plain.
+    """
+    seen: dict[str, Any] = {}
+    sizes = {"users": [5] * ranks}
+    rows = rows_of(PLANNED[0], 5 * ranks, rank)
+    learns = Agreement.sizes_of
+
+    def late(*given: Any) -> Any:
+        time.sleep(1.5 * (rank == 0))
+        return learns(*given)
+
+    fails = mock.patch.object(DeviceExchange, "_messages", side_effect=MemoryError("none left"))
+    for name in ("decides", "plain"):
+        exchange = CompressedAllToAll(dist.new_group(), tables=PLANNED[:1], decide_every=3)
+        with coded_where_rows_are():
+            for _ in range(2):
+                exchange.begin_tables({"users": rows}, sizes, sizes).wait()
+            with (
+                mock.patch.object(Agreement, "sizes_of", late),
+                fails if rank == 1 else nullcontext(),
+            ):
+                begun = exchange.begin_tables({"users": rows}, sizes, sizes)
+                if name == "plain":
+                    exchange._caller.decision.modes = [PLAIN, PLAIN]
+                time.sleep(0.5 * (rank != 0))
+                started = time.monotonic()
+                seen[f"{name} next"] = any_error_of(
+                    lambda: exchange.begin_tables({"users": rows}, sizes, sizes)  # noqa: B023
+                )
+                seen[f"{name} prompt"] = time.monotonic() - started < 10
+                seen[name] = any_error_of(begun.wait)
     return seen
 
 
@@ -312,6 +352,7 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
         as_torch_has_it,
         failures,
         plain_failures,
+        failed_before_ranks_meet,
         dead_in_flight,
         dead_in_flight_back,
         nccl_in_flight,

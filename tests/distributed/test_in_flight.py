@@ -16,7 +16,7 @@ EQUAL = ("several_at_once", "several_as_on_a_gpu", "begun_before_others", "as_to
 @pytest.fixture(scope="module")
 def seen_by(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, list[Any]]]:
     """What two ranks saw, and three."""
-    checks = (*EQUAL, "failures", "plain_failures")
+    checks = (*EQUAL, "failures", "plain_failures", "failed_before_ranks_meet")
     return {n: run_checks(checks, n, tmp_path_factory.mktemp("ranks")) for n in (2, 3)}
 
 
@@ -56,6 +56,18 @@ def test_rows_that_were_not_written_are_returned_by_no_later_wait(
     for seen in seen_by[ranks]["plain_failures"]:
         assert seen.pop("first") == seen.pop("second") == "MemoryError: none left"
         assert set(seen) == {"next", "buffers"} and all(seen.values()), seen
+
+
+@two_and_three
+def test_a_rank_that_learns_late_of_a_failure_meets_no_other_before_it(
+    ranks: int, seen_by: dict[int, dict[str, list[Any]]]
+) -> None:
+    for rank, seen in enumerate(seen_by[ranks]["failed_before_ranks_meet"]):
+        for name in ("decides", "plain"):
+            assert "an earlier exchange failed" in seen[f"{name} next"], seen
+            assert seen[f"{name} prompt"]
+            elsewhere = "ExchangeError: sizes stage: this or an earlier exchange failed on rank 1"
+            assert seen[name].startswith("MemoryError: none" if rank == 1 else elsewhere)
 
 
 @pytest.mark.parametrize(("check", "ranks"), [("dead_in_flight", 3), ("dead_in_flight_back", 2)])
