@@ -24,7 +24,13 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from bitslab.distributed import AdaptiveBound, CompressedAllToAll, ErrorBound, Table
 from bitslab.errors import ArgumentError
-from bitslab.integrations.torchrec.row_ids import Column, SeenFeatures, bag_ids, value_ids
+from bitslab.integrations.torchrec.row_ids import (
+    Column,
+    SeenFeatures,
+    bag_ids,
+    numbers_on,
+    value_ids,
+)
 
 #: What a table's rows may differ by, as `CompressedAllToAll` has it.
 Bound = float | ErrorBound | AdaptiveBound | str | None
@@ -267,9 +273,8 @@ class CompressedDist(torch.nn.Module):
     def _apart(self, ids: torch.Tensor, received: Sequence[int]) -> torch.Tensor:
         """Return ids ``[M, 1]`` that came as those of this rank: ranks number their own rows."""
         ids = ids.flatten()
-        sources = torch.cat(
-            [torch.full((n,), rank, device=ids.device) for rank, n in enumerate(received)]
-        )
+        ranks, rows = numbers_on([range(self.ranks), received], ids.device)
+        sources = torch.repeat_interleave(ranks, rows, output_size=len(ids))
         return torch.where(ids >= 0, ids * self.ranks + sources, -1)
 
     def arranged(

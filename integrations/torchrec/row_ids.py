@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -97,14 +96,16 @@ def bag_ids(features: KeyedJaggedTensor, columns: Sequence[Column]) -> torch.Ten
         and others have one of their own.
     """
     lengths, values = features.lengths(), features.values()
-    bags = _numbers_on(tuple(features.stride_per_key()), lengths.device)
-    by_id = _spread([column.by_id for column in columns], bags, len(lengths)) > 0
+    bags, by_id, numbers = numbers_on(
+        [features.stride_per_key(), *_of_columns(columns)], lengths.device
+    )
+    of_bag = _spread(by_id, bags, len(lengths)) > 0
     if len(values):
         first = values[features.offsets()[:-1].long().clamp(max=len(values) - 1)]
     else:
         first = torch.zeros_like(lengths)
-    ids = _ids(first, by_id & (lengths == 1), bags, columns)
-    return torch.where(by_id & (lengths == 0), _EMPTY, ids)
+    ids = _ids(first, of_bag & (lengths == 1), _spread(numbers, bags, len(lengths)), columns)
+    return torch.where(of_bag & (lengths == 0), _EMPTY, ids)
 
 
 def value_ids(features: KeyedJaggedTensor, columns: Sequence[Column]) -> torch.Tensor:
@@ -113,27 +114,34 @@ def value_ids(features: KeyedJaggedTensor, columns: Sequence[Column]) -> torch.T
     # The values of each feature, where they are: on a GPU the host does not know how many.
     bags = torch.split(lengths, features.stride_per_key())
     counts = torch.stack([part.sum() for part in bags]) if bags else lengths[:0]
-    by_id = _spread([column.by_id for column in columns], counts, len(values)) > 0
-    return _ids(values, by_id, counts, columns)
+    by_id, numbers = numbers_on(_of_columns(columns), lengths.device)
+    of_value = _spread(by_id, counts, len(values)) > 0
+    return _ids(values, of_value, _spread(numbers, counts, len(values)), columns)
+
+
+def _of_columns(columns: Sequence[Column]) -> tuple[list[int], list[int]]:
+    """Return of each column whether ids are rows of its table, and the number of its shard."""
+    return [int(column.by_id) for column in columns], [column.number for column in columns]
 
 
 def _ids(
-    values: torch.Tensor, by_id: torch.Tensor, counts: torch.Tensor, columns: Sequence[Column]
+    values: torch.Tensor, by_id: torch.Tensor, numbers: torch.Tensor, columns: Sequence[Column]
 ) -> torch.Tensor:
     """Return ids that tell tables apart; what is no row of a table has one of its own."""
     shards = 1 + max((column.number for column in columns), default=0)
-    numbers = _spread([column.number for column in columns], counts, len(values))
     own = _EMPTY - 1 - torch.arange(len(values), device=values.device)
     return torch.where(by_id & (values >= 0), values.long() * shards + numbers, own)
 
 
-def _spread(what: Sequence[int], counts: torch.Tensor, total: int) -> torch.Tensor:
+def _spread(what: torch.Tensor, counts: torch.Tensor, total: int) -> torch.Tensor:
     """Return a value of each column as often as the column has items, `total` in all."""
-    given = _numbers_on(tuple(map(int, what)), counts.device)
-    return torch.repeat_interleave(given, counts, output_size=total)
+    return torch.repeat_interleave(what, counts, output_size=total)
 
 
-@lru_cache(256)
-def _numbers_on(numbers: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Return numbers as int64 on a device. The same in each step, which a GPU waits for once."""
-    return torch.tensor(numbers, device=device, dtype=torch.int64)
+def numbers_on(rows: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+    """Return rows of as many numbers each as int64 on a device.
+
+    By one copy from page-locked memory, for which no host waits: batches may differ in each step.
+    """
+    t = torch.tensor(rows, dtype=torch.int64, device="cpu")
+    return t if device.type == "cpu" else t.pin_memory().to(device, non_blocking=True)

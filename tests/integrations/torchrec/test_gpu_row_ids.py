@@ -15,8 +15,13 @@ pytestmark = pytest.mark.gpu
 
 
 def test_ids_are_found_on_the_gpu_without_waiting_for_it() -> None:
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(3, (3 * 20,), generator=generator)
+    for bags in (20, 20, 7, 31):  # batches that differ, of which nothing is known before
+        _check_ids(bags)
+
+
+def _check_ids(bags: int) -> None:
+    generator = torch.Generator().manual_seed(bags)
+    lengths = torch.randint(3, (3 * bags,), generator=generator)
     values = torch.randint(9, (int(lengths.sum()),), generator=generator)
     columns = [
         Column("a", 0, 4, True, torch.float32),
@@ -27,7 +32,6 @@ def test_ids_are_found_on_the_gpu_without_waiting_for_it() -> None:
     on_device = on_host.to(torch.device("cuda"))
     for function in (bag_ids, value_ids):
         expected = function(on_host, columns)
-        function(on_device, columns)
         torch.cuda.set_sync_debug_mode("error")
         try:
             found = function(on_device, columns)
