@@ -32,9 +32,8 @@ from .checks import (
 )
 from .function import AllToAllFunction, TablesInFlight
 from .layout import Kept
-from .messages import Array
 from .parts import Call, CallPlan, Given, plan_of
-from .passes import FORWARD, InFlight, Passes
+from .passes import BACKWARD, FORWARD, InFlight, Passes
 from .plan import Bound, Table, check_bounds_of, either_bound, row_elements_of, states_of
 from .rounding import GradientRounder
 
@@ -45,8 +44,7 @@ class CompressedAllToAll:
     """An all-to-all of rows that autograd knows: gradients go back compressed, too.
 
     Tensors on the CPU cross by gloo. Those on a GPU are coded there and cross by NCCL, on a stream
-    and a communicator of their own; calls with `error_feedback` wait for the GPU, and
-    of those with `row_ids` the ones that decide.
+    and a communicator of their own; of calls with `row_ids` the ones that decide wait for the GPU.
     Calls that torch's own collective served are counted in `stats` as ``plain_calls``.
 
     Parameters
@@ -69,8 +67,9 @@ class CompressedAllToAll:
         alone.
     error_feedback : int
         Rows of each table of which what rounding took from their gradients is kept, by their id,
-        and added the next time; those that were met longest ago go first. 0: none. Only with a
-        bound of gradients; calls then need `received_ids`.
+        and added the next time; those that were met longest ago go first. It takes memory where
+        gradients are: up to twice that of the rows that were met. 0: none. Only with a bound of
+        gradients; calls then need `received_ids`.
     codec : str
         As for `all_to_all_single`, decided for each way of its own, and on the CPU how rows are
         written for each table; the ranks' tables need not be written alike.
@@ -382,9 +381,19 @@ class CompressedAllToAll:
 
         Of rows on the CPU that is not known while exchanges are under way: they count.
         """
-        if self._rounder.feedback_rows or not self._caller.coded_on_device(device):
+        if not self._caller.coded_on_device(device):
             return True
-        return self._caller.looks_at_rows(FORWARD)
+        return self._caller.looks_at_rows(FORWARD) or self.feeds_back(device)
+
+    def feeds_back(self, device: torch.device) -> bool:
+        """Return whether error feedback counts in the next call back, of rows on a device.
+
+        Not where torch's own collective delivers gradients, which loses nothing. All ranks have the
+        same. Of rows on the CPU that is not known while exchanges are under way: it counts.
+        """
+        if not self._rounder.feedback_rows:
+            return False
+        return not self._caller.coded_on_device(device) or self._caller.looks_at_rows(BACKWARD)
 
     def _device_of(
         self, inputs: Mapping[str, torch.Tensor], group: dist.ProcessGroup
@@ -419,7 +428,7 @@ class CompressedAllToAll:
             return Call(
                 plan,
                 row_ids or (),
-                self._received_ids(plan, received_ids, needed=not async_op),
+                self._received_ids(plan, received_ids, given[0].rows.device, needed=not async_op),
                 summed_back=row_ids is not None and torch.is_grad_enabled(),
                 iteration=self.iteration,
             )
@@ -443,9 +452,10 @@ class CompressedAllToAll:
         self,
         plan: CallPlan,
         received_ids: Sequence[torch.Tensor | None] | None,
+        device: torch.device,
         *,
         needed: bool,
-    ) -> list[Array | None]:
+    ) -> list[torch.Tensor | None]:
         """Return by table the ids of the rows that come."""
         if received_ids is None and not self._rounder.feedback_rows:
             return [None] * len(plan.parts)
@@ -454,6 +464,7 @@ class CompressedAllToAll:
                 part.state.name,
                 None if received_ids is None else received_ids[number],
                 sum(part.receive_rows),
+                device,
                 needed=needed and self._rounder.feedback_rows > 0,
             )
             for number, part in enumerate(plan.parts)
@@ -480,7 +491,7 @@ class CompressedAllToAll:
             class, homogenisation index and the bound of the next call; of one without a name when
             none were planned. ``"modes"``: each way ``"compressed"``, ``"pieces"`` or ``"plain"``,
             which is torch's own collective.
-            ``"feedback_bytes"``: what error feedback keeps; ``"buffer_bytes"``: buffers of
+            ``"feedback_bytes"``: the slots of error feedback; ``"buffer_bytes"``: buffers of
             messages, those that are kept and those of calls under way.
         """
         forward, backward = self._caller.counters

@@ -16,7 +16,7 @@ from ..engine.codecs.base import check_indices_argument, rows_as_bytes
 from ..engine.kernels.vector_format import KINDS
 from ..errors import ArgumentError, ArgumentTypeError
 from .faults import ContentError
-from .messages import Array, Repeats
+from .messages import Repeats, ids_on
 from .wire import DTYPES, MOST_BYTES, MOST_ELEMENTS, MOST_ROWS
 
 
@@ -90,18 +90,23 @@ def sizes_by_table(argument: str, given: Mapping[str, Any]) -> dict[str, tuple[i
 
 
 def checked_ids(
-    table: str, received_ids: torch.Tensor | None, rows: int, *, needed: bool
-) -> Array | None:
-    """Return the ids of so many rows that come, int64 on the host."""
+    table: str,
+    received_ids: torch.Tensor | None,
+    rows: int,
+    device: torch.device,
+    *,
+    needed: bool,
+) -> torch.Tensor | None:
+    """Return the ids of so many rows that come, int64 on the device of these."""
     argument = named("received_ids", table)
     if received_ids is None:
         if needed and rows:
             raise ArgumentError(f"{argument}: None, error_feedback keeps what was lost by id")
         return None
-    ids: Array = check_indices_argument(received_ids, argument).cpu().numpy()
+    ids = check_indices_argument(received_ids, argument)
     if len(ids) != rows:
         raise ArgumentError(f"{argument}: {len(ids)} ids, {rows} rows come")
-    return ids
+    return ids_on(ids, device)
 
 
 def device_of_group(group: dist.ProcessGroup) -> torch.device:

@@ -32,7 +32,6 @@ from .device_parts import (
     Part,
     Section,
     bytes_of,
-    keep_on_current,
     options_of,
     uploaded,
 )
@@ -42,6 +41,7 @@ from .faults import ExchangeError, Faults, cause_of
 from .helpers import Helper
 from .layout import Layout, Rows, memory_of, sizes_of_tables
 from .stats import Counters
+from .streams import keep_on_current
 from .wire import DESCRIPTOR_BYTES, Turn
 from .work import error_of, not_begun, refuse_to_wait, this_thread
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
 import torch
 
-from ..engine.kernels.cuda.stream import current_stream
 from ..engine.kernels.vector_chunks import VectorOptions
 from .layout import Rows
 from .messages import Array, Fields, Repeats
@@ -142,28 +141,6 @@ def uploaded(data: bytes, device: torch.device) -> torch.Tensor:
     """Return bytes on a device; the host waits for nothing."""
     t = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     return t if device.type == "cpu" else t.pin_memory().to(device, non_blocking=True)
-
-
-def keep_on_current(begun_on: torch.cuda.Stream, tensors: Iterable[torch.Tensor]) -> None:
-    """Keep memory of a stream, when it is freed, until torch's current stream is through with it.
-
-    Parameters
-    ----------
-    begun_on : torch.cuda.Stream
-        On which the tensors were made.
-    tensors : iterable of torch.Tensor
-        That are read or written on the current stream of the same GPU.
-    """
-    stream = current_stream(begun_on.device)
-    if stream != begun_on:
-        for t in tensors:
-            t.record_stream(stream)
-
-
-def wait_for_stream(device: torch.device) -> None:
-    """Wait for what is queued on torch's current stream of a device."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def options_of(table: Rows) -> VectorOptions:

@@ -12,7 +12,7 @@ from ..engine.codecs.base import rows_as_bytes
 from ..engine.kernels.cuda.stream import current_stream
 from .checks import named
 from .faults import ContentError
-from .messages import Array, Repeats, on_device
+from .messages import Array, Repeats, ids_on, on_device
 
 
 class RowsById(NamedTuple):
@@ -54,7 +54,7 @@ class FoundRepeats:
         device = tables[0].rows.device
         of_parts = [n for table in tables for n in table.send_rows]
         total = sum(of_parts)
-        ids = torch.cat([_on(table.ids, device) for table in tables])
+        ids = torch.cat([ids_on(table.ids, device) for table in tables])
         rows_of_part = on_device(np.array(of_parts, np.int64), device)
         part = torch.repeat_interleave(rows_of_part, output_size=total)
         order = torch.argsort(ids, stable=True)
@@ -132,11 +132,6 @@ class FoundRepeats:
                 found[-1].append(repeats if kept < n else None)
                 row, group = row + n, group + kept
         return found
-
-
-def _on(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Return ids on a device, those of the CPU by way of page-locked memory: no host waits."""
-    return ids if ids.device == device else on_device(ids.contiguous().numpy(), device)
 
 
 class DeferredRepeats(NamedTuple):

@@ -12,11 +12,11 @@ import torch.distributed as dist
 
 from ..engine.advisor import NetworkModel
 from .agreement import agree
-from .device_parts import wait_for_stream
 from .faults import Faults
 from .layout import Rows
 from .messages import RAW, REFERENCES, Candidate
 from .selection import EVERY_BIT, WITHIN_BOUND, Measured, TableChoice
+from .streams import wait_for_stream
 
 
 @dataclass(frozen=True)

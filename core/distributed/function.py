@@ -13,10 +13,10 @@ from torch.autograd.function import once_differentiable
 from ..engine.kernels.cuda.stream import current_stream
 from ..tracing import not_traced
 from .checks import check_names, checked_ids, rows_of
-from .device_parts import keep_on_current
 from .modes import kept_tensors
 from .parts import Call
 from .passes import InFlight, Passes
+from .streams import keep_on_current
 
 
 class AllToAllFunction(torch.autograd.Function):
@@ -171,8 +171,13 @@ class TablesInFlight:
         for number, name in enumerate(self._names):
             if name is not None and name in received_ids:
                 rows = sum(self._call.plan.parts[number].receive_rows)
-                ids = checked_ids(name, received_ids[name], rows, needed=True)
+                device = self._begun.device
+                ids = checked_ids(name, received_ids[name], rows, device, needed=True)
                 self._call.received_ids[number] = ids
+
+    def know_no_ids(self) -> None:
+        """Have gradients go back without ids of rows: nothing is kept of what they lose."""
+        self._call.feeds_back = False
 
 
 def _mark(ctx: Any, call: Call, results: Sequence[torch.Tensor]) -> None:

@@ -23,6 +23,13 @@ def on_device(numbers: Array, device: torch.device) -> torch.Tensor:
     return t if device.type == "cpu" else t.pin_memory().to(device, non_blocking=True)
 
 
+def ids_on(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return ids on a device; of those of the CPU the host waits for nothing."""
+    if ids.device == device:
+        return ids
+    return ids.to(device) if ids.is_cuda else on_device(ids.contiguous().numpy(), device)
+
+
 @dataclass(frozen=True)
 class Repeats:
     """Rows of one id, of which one is sent.

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -140,7 +139,7 @@ class Call:
     row_ids : sequence of torch.Tensor or None
         By table; empty where none has some.
     received_ids : list
-        By table int64, the ids of the rows that come, or None.
+        By table int64 where the rows are, the ids of those that come, or None.
     summed_back : bool
         Whether gradients go back.
     iteration : int
@@ -149,15 +148,18 @@ class Call:
         After the exchange forward, by table and rank the `Repeats` by which rows crossed, or None.
     places : list
         Then, by table, as of `Rows`.
+    feeds_back : bool
+        Whether ids of the rows that come are needed where error feedback keeps something.
     """
 
     plan: CallPlan
     row_ids: Sequence[torch.Tensor | None]
-    received_ids: list[Array | None]
+    received_ids: list[torch.Tensor | None]
     summed_back: bool
     iteration: int
     repeats: list[list[Repeats | None] | None] = field(default_factory=list)
     places: list[list[Array | None]] = field(default_factory=list)
+    feeds_back: bool = True
 
 
 @dataclass(frozen=True)
@@ -170,8 +172,8 @@ class Sums:
         ``[N, row]``, rank after rank; those of copies of a row as one.
     counts, back : list of int
         Rows for each rank, and of each.
-    ids : numpy.ndarray or None
-        Of each row.
+    ids : torch.Tensor or None
+        int64 ``[N]``, of each row.
     are_fewer : bool
         Whether fewer rows go back than came, or come back than were given.
     """
@@ -179,7 +181,7 @@ class Sums:
     rows: torch.Tensor
     counts: list[int]
     back: list[int]
-    ids: Array | None
+    ids: torch.Tensor | None
     are_fewer: bool
 
     def own(self, rank: int | None) -> slice:
@@ -202,31 +204,30 @@ def sums_of(call: Call, table: int, gradient: torch.Tensor) -> Sums:
         ]
     if not places_of or all(places is None for places in places_of):
         return Sums(gradient, part.receive_rows, back, ids_of, back is not part.send_rows)
-    ids: list[Array | None] = [None] * len(part.receive_rows)
+    ids: Sequence[torch.Tensor | None] = [None] * len(part.receive_rows)
     if ids_of is not None:
-        ids = list(np.split(ids_of, np.cumsum(part.receive_rows)[:-1]))
+        ids = ids_of.split_with_sizes(part.receive_rows)
     sent, kept = [], []
     for rows, places, of_rows in zip(
         torch.split(gradient, part.receive_rows), places_of, ids, strict=True
     ):
-        sent.append(rows if places is None else _summed(rows, places))
+        at = None if places is None else on_device(places, rows.device)
+        count = len(rows) if places is None else int(places.max()) + 1
+        sent.append(rows if at is None else _summed(rows, at, count))
         if of_rows is not None:
-            kept.append(of_rows if places is None else _ids_of_sums(of_rows, places))
-    of_sums = np.concatenate(kept) if kept else None
+            kept.append(of_rows if at is None else _ids_of_sums(of_rows, at, count))
+    of_sums = torch.cat(kept) if kept else None
     return Sums(torch.cat(sent), [len(rows) for rows in sent], back, of_sums, True)
 
 
-def _ids_of_sums(ids: Array, places: Array) -> Array:
-    found = np.empty(int(places.max()) + 1, np.int64)
-    found[places] = ids
-    return found
+def _ids_of_sums(ids: torch.Tensor, at: torch.Tensor, count: int) -> torch.Tensor:
+    return ids.new_empty(count).scatter_(0, at, ids)
 
 
-def _summed(rows: torch.Tensor, places: Array) -> torch.Tensor:
+def _summed(rows: torch.Tensor, at: torch.Tensor, count: int) -> torch.Tensor:
     """Return the sums of rows ``[n, row]`` that are copies of one; 16 bits are added as 32."""
     wide = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
-    sums = torch.zeros((int(places.max()) + 1, rows.shape[1]), dtype=wide, device=rows.device)
-    at = on_device(places, rows.device)
+    sums = torch.zeros((count, rows.shape[1]), dtype=wide, device=rows.device)
     return sums.index_add_(0, at, rows.to(wide)).to(rows.dtype)
 
 

@@ -14,7 +14,6 @@ from ..errors import ArgumentError
 from .bounds import ErrorBound
 from .caller import Caller
 from .checks import named, repeats_of, rows_of
-from .device_parts import keep_on_current
 from .device_repeats import DeferredRepeats, FoundRepeats, RowsById
 from .faults import ContentError, ExchangeError
 from .helpers import helper_of
@@ -22,6 +21,7 @@ from .layout import Layout, Memory, Rows, memory_of
 from .messages import REFERENCES, Repeats
 from .parts import Call, Part, Sums, layout_of, spread_to_copies, sums_of
 from .rounding import GradientRounder
+from .streams import keep_on_current
 from .work import OVER, OfThread, UnderWay, refuse_to_wait, this_thread
 
 FORWARD, BACKWARD = 0, 1
@@ -284,7 +284,8 @@ class Passes:
             flat = each.rows
             bound: float | torch.Tensor = 0.0
             if self._backward_bound is not None and flat.dtype in KINDS:
-                if self._rounder.feedback_rows and each.ids is None and len(flat):
+                unknown = each.ids is None and call.feeds_back
+                if self._rounder.feedback_rows and unknown and len(flat):
                     argument = named("received_ids", part.state.name)
                     raise ContentError(
                         f"{argument}: None, error_feedback keeps what was lost by id"
@@ -365,10 +366,13 @@ class InFlight:
     def __init__(self, passes: Passes, group: dist.ProcessGroup, call: Call) -> None:
         self._passes, self._group, self.call = passes, group, call
         self._pass: Pass | None = None
+        self._begun_on: torch.cuda.Stream | None = None
         self._held: Sequence[torch.Tensor] = ()
 
     def begin(self, tensors: Sequence[torch.Tensor]) -> None:
         """Begin to exchange rows ``[N, row]`` of all tables."""
+        if tensors[0].is_cuda:
+            self._begun_on = current_stream(tensors[0].device)
         self._pass = self._passes.forward(self._group, self.call, tensors, async_op=True)
 
     def begin_back(self, gradients: Sequence[torch.Tensor]) -> None:
@@ -377,6 +381,9 @@ class InFlight:
         given = [rows_of(gradients[i], parts[i].row) for i in self.call.plan.with_gradients]
         # Autograd writes to gradients that nobody else has.
         self._held = gradients
+        if self._begun_on is not None:
+            ids = (t for t in self.call.received_ids if t is not None)
+            keep_on_current(self._begun_on, ids)
         self._pass = self._passes.back(self._group, self.call, given, async_op=True)
 
     def finish(self) -> Sequence[torch.Tensor]:

@@ -13,10 +13,10 @@ from ..engine.kernels.cuda.stream import current_stream
 from ..engine.tensor_bits import copy_rows
 from ..engine.transfer import record_on
 from .buffers import Buffers
-from .device_parts import keep_on_current
 from .faults import Faults
 from .layout import Layout, Plain, Rows, memory_of
 from .stats import Counters
+from .streams import keep_on_current
 from .work import OVER, OfTorch, UnderWay
 
 

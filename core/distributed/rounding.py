@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from ..engine.kernels.vector_format import LEAST_STEP, MOST_CODE, MOST_STEP, STEP_SHARE, step_of
 from ..errors import CorruptedDataError
-from .messages import Array
+from .feedback import ErrorFeedback
 
 _WEYL, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _BITS = 53
@@ -98,112 +97,6 @@ def _step_of(bound: torch.Tensor) -> torch.Tensor:
     return torch.where((wanted <= MOST_STEP) & (step >= LEAST_STEP), step, torch.zeros_like(step))
 
 
-class ErrorFeedback:
-    """What rounding took from the gradients of rows, by id, until the rows are met again.
-
-    Parameters
-    ----------
-    rows : int
-        Ids that are kept at most; those that were met longest ago go first.
-    row_elements : int
-        Elements of a row.
-    """
-
-    def __init__(self, rows: int, row_elements: int) -> None:
-        self._rows = rows
-        self._ids = np.empty(0, np.int64)  # rising
-        self._ages = np.empty(0, np.int64)
-        self._lost = np.empty((0, row_elements), np.float32)
-        self._time = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that are kept."""
-        return self._ids.nbytes + self._ages.nbytes + self._lost.nbytes
-
-    def __len__(self) -> int:
-        """Return the ids that are kept."""
-        return len(self._ids)
-
-    def add_to(self, gradients: torch.Tensor, ids: Array) -> torch.Tensor:
-        """Return gradients ``[N, row]`` with what their rows lost, at the first place of each id.
-
-        Parameters
-        ----------
-        gradients : torch.Tensor
-            On any device; what was lost is on the CPU.
-        ids : numpy.ndarray
-            int64 ``[N]``.
-        """
-        distinct, first = np.unique(ids, return_index=True)
-        at = np.searchsorted(self._ids, distinct)
-        known = at < len(self._ids)
-        known[known] = self._ids[at[known]] == distinct[known]
-        result = gradients.clone()
-        places = torch.from_numpy(first[known]).to(result.device)
-        lost = torch.from_numpy(self._lost[at[known]]).to(result.device)
-        result[places] = (result[places].float() + lost).to(result.dtype)
-        return result
-
-    def keep(self, lost: torch.Tensor, ids: Array) -> None:
-        """Keep what rows ``[N, row]`` lost, in place of what was kept of them; waits for a GPU.
-
-        Elements that are no finite numbers count as 0; of ids below 0 nothing is kept.
-        """
-        self._time += 1
-        named = ids >= 0
-        distinct, places = np.unique(ids[named], return_inverse=True)
-        sums = np.zeros((len(distinct), self._lost.shape[1]), np.float32)
-        finite = torch.nan_to_num(lost.float(), 0.0, 0.0, 0.0).cpu().numpy()
-        np.add.at(sums, places.reshape(-1), finite[named])
-        others = ~np.isin(self._ids, distinct, assume_unique=True)
-        all_ids = np.concatenate([self._ids[others], distinct])
-        ages = np.concatenate([self._ages[others], np.full(len(distinct), self._time)])
-        table = np.concatenate([self._lost[others], sums])
-        # The youngest first; of one age the lowest ids.
-        kept = np.lexsort((all_ids, -ages))[: self._rows]
-        kept = kept[np.argsort(all_ids[kept])]
-        self._ids, self._ages, self._lost = all_ids[kept], ages[kept], table[kept]
-
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return ids, ages and what was lost."""
-        return {
-            "ids": torch.from_numpy(self._ids.copy()),
-            "ages": torch.from_numpy(self._time - self._ages),
-            "lost": torch.from_numpy(self._lost.copy()),
-        }
-
-    def load_state_dict(self, state: Any) -> None:
-        """Take what `state_dict` returned.
-
-        Raises
-        ------
-        CorruptedDataError
-            When it is damaged, or of rows of another size.
-        """
-        sound = (
-            isinstance(state, Mapping)
-            and set(state) == {"ids", "ages", "lost"}
-            and all(isinstance(t, torch.Tensor) for t in state.values())
-        )
-        if sound:
-            ids, ages, lost = (state[name].cpu() for name in ("ids", "ages", "lost"))
-            sound = (
-                ids.dtype == ages.dtype == torch.int64
-                and lost.dtype == torch.float32
-                and ids.dim() == 1
-                and ids.shape == ages.shape
-                and tuple(lost.shape) == (len(ids), self._lost.shape[1])
-                and bool((ids[1:] > ids[:-1]).all())
-            )
-        if not sound:
-            raise CorruptedDataError("state: error feedback is damaged, or of other rows")
-        self._time = int(ages.max()) if len(ages) else 0
-        youngest = np.sort(np.argsort(ages.numpy(), kind="stable")[: self._rows])
-        self._ids, self._lost = ids.numpy()[youngest].copy(), lost.numpy()[youngest].copy()
-        self._ages = self._time - ages.numpy()[youngest]
-
-
 class GradientRounder:
     """Rounds the gradients of tables, and keeps by table what their rows lost.
 
@@ -228,7 +121,7 @@ class GradientRounder:
         self,
         table: str,
         rows: torch.Tensor,
-        ids: Array | None,
+        ids: torch.Tensor | None,
         bound: float | torch.Tensor,
         stream: int,
         own: slice,
@@ -241,24 +134,30 @@ class GradientRounder:
             Its name.
         rows : torch.Tensor
             ``[N, row]``.
-        ids : numpy.ndarray or None
-            Of each row.
+        ids : torch.Tensor or None
+            int64 ``[N]`` where the rows are, of each row.
         bound, stream
             As for `round_stochastically`.
         own : slice
             Rows of this rank for itself, which do not cross: they are not rounded.
         """
-        feedback = None
-        if self.feedback_rows and ids is not None and len(ids):
-            feedback = self._of(table, rows.shape[1])
-            rows = feedback.add_to(rows, ids)
-        found = rows
-        if isinstance(bound, torch.Tensor) or bound:
-            found = round_stochastically(rows, bound, self._seed, stream)
-            found[own] = rows[own]
+        if not (self.feedback_rows and ids is not None and len(ids)):
+            return self._rounded(rows, bound, stream, own)
+        feedback = self._of(table, rows.shape[1])
+        met = feedback.met(ids)
+        rows = feedback.add_to(rows, met)
+        found = self._rounded(rows, bound, stream, own)
         # Also where nothing is lost now: what was lost before has been added.
-        if feedback is not None and ids is not None:
-            feedback.keep(rows - found, ids)
+        feedback.keep(rows - found, met)
+        return found
+
+    def _rounded(
+        self, rows: torch.Tensor, bound: float | torch.Tensor, stream: int, own: slice
+    ) -> torch.Tensor:
+        if not isinstance(bound, torch.Tensor) and not bound:
+            return rows
+        found = round_stochastically(rows, bound, self._seed, stream)
+        found[own] = rows[own]
         return found
 
     def _of(self, table: str, row_elements: int) -> ErrorFeedback:

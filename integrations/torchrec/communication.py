@@ -159,7 +159,8 @@ def compress_communication(
     error_feedback : int
         Rows of each table of which a rank keeps what rounding took from their gradients, to add it
         the next time, where bags have exactly one id and no weight; those that were met longest ago
-        go first. The ids then cross with the rows. 0: none. Only with a bound of gradients.
+        go first. The ids then cross with the rows; of tables on a GPU not while torch's own
+        collective brings gradients back. 0: none. Only with a bound of gradients.
     codec : str
         ``"auto"``: what takes less time as measured, which is a plain exchange on a fast link;
         ``"compressed"`` or ``"raw"``: always so.

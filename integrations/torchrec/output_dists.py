@@ -249,7 +249,9 @@ class CompressedDist(torch.nn.Module):
     ) -> Callable[[], dict[str, torch.Tensor]]:
         """Begin an exchange of tables, and of their ids where these cross; return what waits."""
         names = list(inputs)
-        with_ids = self.ids_cross and torch.is_grad_enabled()
+        goes_back = self.ids_cross and torch.is_grad_enabled()
+        # While torch's own collective brings gradients back they lose nothing.
+        with_ids = goes_back and self.exchange.feeds_back(next(iter(inputs.values())).device)
         if with_ids:
             for name in names:
                 rows, ids = inputs[name], row_ids.get(name)
@@ -266,6 +268,8 @@ class CompressedDist(torch.nn.Module):
                 under_way.know_ids(
                     {name: self._apart(came[_ids_name(name)], receive[name]) for name in names}
                 )
+            elif goes_back:
+                under_way.know_no_ids()
             return came
 
         return waited

@@ -392,7 +392,8 @@ def with_feedback(rank: int, ranks: int, there: torch.device) -> dict[str, bool]
     drift = (total - passes * exact.double()).abs().max()
     return {
         "drift": bool(drift <= 2.1 * bound),
-        "bytes": kept.stats()["feedback_bytes"] == rows * ranks * (4 * 4 + 16),
+        # Of slots: the host hears of how many are used when the GPU is done.
+        "bytes": rows * ranks <= kept.stats()["feedback_bytes"] / (4 * 4 + 16) <= 4096,
     }
 
 

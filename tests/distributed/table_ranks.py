@@ -213,7 +213,8 @@ def rounded_gradients(rank: int, ranks: int) -> dict[str, Any]:
         "feedback": bool(drift.abs().max() <= 2.1 * bound),
         "without it": float(errors.sum(0).abs().max()) > 2.1 * bound,
         "restored": torch.equal(back(restored, ids), back(kept, ids)),
-        "bytes": kept.stats()["feedback_bytes"] == rows * ranks * (4 * 4 + 16),
+        # Of slots, of which there are at most twice as many as rows that were met.
+        "bytes": 1 <= kept.stats()["feedback_bytes"] / (rows * ranks * (4 * 4 + 16)) <= 2,
         "no ids": error_of(lambda: back(kept)),
     }
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -71,7 +70,7 @@ def test_a_damaged_state_is_refused(part, damaged):
 
 def test_what_was_lost_is_delivered_once_where_nothing_is_rounded():
     rounder = GradientRounder(0, 8)
-    ids = np.arange(4)
+    ids = torch.arange(4)
     rows = torch.rand(4, 3)
     none = slice(0)
     found = rounder.rounded("a", rows, ids, 0.4, 0, none)

@@ -12,6 +12,7 @@ import bitslab
 from bitslab.distributed import AdaptiveBound, CompressedAllToAll, Table, selection
 from bitslab.distributed.exchange import _cut
 from bitslab.distributed.faults import ExchangeError, Faults
+from bitslab.distributed.feedback import ErrorFeedback
 from bitslab.distributed.messages import (
     RAW,
     REFERENCES,
@@ -20,7 +21,7 @@ from bitslab.distributed.messages import (
     encode_part,
     most_part_bytes,
 )
-from bitslab.distributed.rounding import ErrorFeedback, counter_uniforms, round_stochastically
+from bitslab.distributed.rounding import counter_uniforms, round_stochastically
 from bitslab.distributed.selection import (
     COMPRESSED,
     EVERY_BIT,
@@ -262,18 +263,25 @@ def test_rounding_is_within_two_bounds_unbiased_and_kept_by_the_codec(dtype):
 
 def test_error_feedback_keeps_the_rows_that_were_met_last():
     kept = ErrorFeedback(3, 2)
-    kept.keep(torch.tensor([[1.0, 0], [2, 0], [3, 0]]), np.array([5, 9, 5]))
-    none = torch.zeros(3, 2)
-    assert kept.add_to(none, np.array([9, 5, 5]))[:, 0].tolist() == [2, 4, 0]
-    kept.keep(torch.ones(2, 2), np.array([7, 1]))
+
+    def keep(lost: list[list[float]], *ids: int) -> None:
+        kept.keep(torch.tensor(lost), kept.met(torch.tensor(ids)))
+
+    def added(of: ErrorFeedback, *ids: int) -> list[list[float]]:
+        found: list[list[float]] = of.add_to(
+            torch.zeros(len(ids), 2), of.met(torch.tensor(ids))
+        ).tolist()
+        return found
+
+    keep([[1.0, 0], [2, 0], [3, 0]], 5, 9, 5)
+    assert [row[0] for row in added(kept, 9, 5, 5)] == [2, 4, 0]
+    keep([[1.0, 1], [1, 1]], 7, 1)
     assert len(kept) == 3  # 9 was met longest ago, as was 5
-    assert kept.add_to(none, np.array([1, 7, 5]))[:, 1].tolist() == [1, 1, 0]
-    assert kept.add_to(none, np.array([5, 9, 2]))[:, 0].tolist() == [4, 0, 0]
+    assert [row[1] for row in added(kept, 1, 7, 5)] == [1, 1, 0]
+    assert [row[0] for row in added(kept, 5, 9, 2)] == [4, 0, 0]
     other = ErrorFeedback(3, 2)
     other.load_state_dict(kept.state_dict())
-    assert torch.equal(
-        other.add_to(none, np.array([1, 7, 5])), kept.add_to(none, np.array([1, 7, 5]))
-    )
+    assert added(other, 1, 7, 5) == added(kept, 1, 7, 5)
     with pytest.raises(bitslab.CorruptedDataError, match="error feedback"):
         ErrorFeedback(3, 4).load_state_dict(kept.state_dict())
 

@@ -8,7 +8,8 @@ from typing import Any, cast
 import pytest
 import torch
 
-from bitslab.distributed import device_parts, function, passes
+from bitslab.distributed import function, passes
+from bitslab.distributed import streams as of_memory
 from bitslab.distributed.function import TablesInFlight
 from bitslab.distributed.passes import Pass
 from bitslab.distributed.work import OVER
@@ -44,7 +45,7 @@ class Streams:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.current = Stream()
-        for module in (device_parts, function, passes):
+        for module in (of_memory, function, passes):
             monkeypatch.setattr(module, "current_stream", lambda device: self.current)
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -29,21 +28,28 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import PoolingType
 
 from bitslab import CorruptedDataError
 from bitslab.distributed import AdaptiveBound, ErrorBound, all_to_all_single, stepwise
 from bitslab.integrations.torchrec import (
     CommunicationReport,
     compress_communication,
-    output_dists,
     restore_communication,
 )
 from bitslab.integrations.torchrec.output_dists import CompressedDist
-from bitslab.integrations.torchrec.row_ids import bag_ids
-from tests.distributed.device_ranks import coded_where_rows_are
 from tests.integrations.torchrec import ranks, torchrec_suite
 from tests.integrations.torchrec.batches import VALUES, bag_configs, batch, configs, joined
+from tests.integrations.torchrec.communication_gradient_ranks import (
+    as_on_a_gpu,
+    feedback_costs_nothing_where_nothing_is_rounded,
+    ids_are_not_made_where_all_rows_cross,
+    looked_up_in_inference_mode,
+    ranks_go_on_while_rows_are_under_way,
+    repeated_rows_cross_once,
+    rows_of_others_cost_nothing_row_wise,
+    weights_of_bags_are_kept,
+    what_rounding_took_is_added_the_next_time,
+)
 from tests.integrations.torchrec.communication_pairs import (
     PLANS,
     STEPS,
@@ -120,45 +126,6 @@ def all_messages_by_the_function(plan: str, **options: Any) -> None:
     states = [m.state_dict() for m in (plain, plugged)]
     assert all(torch.equal(gather(states[0][key]), gather(states[1][key])) for key in states[0])
     assert len(calls) >= 4 * STEPS and any(given.get("async_op") for given in calls)
-
-
-def repeated_rows_cross_once() -> None:
-    """Of bags with one id, gradients of a row go back as one."""
-    pair = Pair("table_wise")
-    rank = dist.get_rank()
-    n = 64
-    generator = torch.Generator().manual_seed(rank)
-    features = KeyedJaggedTensor(
-        ["b", "unused", "a", "c"],
-        torch.cat([torch.randint(4, (n,), generator=generator) for _ in range(4)]),
-        lengths=torch.ones(4 * n, dtype=torch.int64),
-    )
-    plain, compressed = pair.step(features)
-    assert torch.equal(plain, compressed)
-    pair.check_trained_alike()
-    for name, (raw, moved, raw_back, moved_back) in pair.moved().items():
-        if raw:
-            # t1 is looked up by two features.
-            assert moved < raw / 5, (name, pair.moved())
-            assert moved_back < (n * raw) / 100, (name, pair.moved())
-        if raw_back:
-            assert raw_back <= 8 * 8 * 4 + 4 * 64 * 4 + 4 * 8 * 4, (name, pair.moved())
-
-
-def rows_of_others_cost_nothing_row_wise() -> None:
-    """Half of the rows are zeros of bags that the other rank has."""
-    pair = Pair("row_wise")
-    plain, compressed = pair.step(batch(dist.get_rank(), bags=64, least=1, most=1))
-    assert torch.equal(plain, compressed)
-    pair.check_trained_alike()
-    for raw, moved, back, _ in pair.moved().values():
-        assert moved < 0.8 * raw and back < 0.9 * raw, (raw, moved, back)
-
-
-def as_on_a_gpu(function: Callable[..., None], *arguments: Any, **options: Any) -> None:
-    """A check of rows that are coded where they are, whose ids are found there."""
-    with nullcontext() if device().type == "cuda" else coded_where_rows_are():
-        function(*arguments, **options)
 
 
 def bounded(plan: str, bound: Any, limit: float, **options: Any) -> None:
@@ -246,53 +213,12 @@ def gradients_are_rounded_on_request() -> None:
     assert all("0.05" in facts["backward"] for facts in report.compressed.values())
 
 
-def what_rounding_took_is_added_the_next_time(plan: str, **options: Any) -> None:
-    """However many steps: a table is off by what one rounding takes, and by more without."""
-    bound, steps = 0.05, 16
-    plain = sharded(PLANS[plan], **options)
-    others = [sharded(PLANS[plan], **options) for _ in range(2)]
-    reports = [
-        compress(other, None, ErrorBound(bound, "absolute"), error_feedback=rows)
-        for other, rows in zip(others, (1000, 0), strict=True)
-    ]
-    for seed in range(steps):
-        features = features_of(seed % 2, least=1, most=1)
-        for model in (plain, *others):
-            weighed(looked_up(model, features)).backward()
-    errors = []
-    for other in others:
-        states = [model.state_dict() for model in (plain, other)]
-        errors.append(max(_error(states[0][key], states[1][key]) for key in states[0]))
-    # Of one rank's gradients, below two bounds; halved, and times the learning rate of 0.1.
-    assert 0 < errors[0] < 0.1 * bound * 1.01 < errors[1], errors
-    for report, kept in zip(reports, (True, False), strict=True):
-        stats = report.stats().values()
-        found = torch.tensor(sum(each["feedback_bytes"] for each in stats), device=device())
-        dist.all_reduce(found)
-        assert bool(found > 0) == kept
-
-
-def _error(a: Any, b: Any) -> float:
-    return float((gather(a) - gather(b)).abs().max())
-
-
 def raw_exchanges_are_plain() -> None:
     plain, compressed = sharded(PLANS["table_wise"]), sharded(PLANS["table_wise"])
     report = compress_communication(compressed, codec="raw")
     assert torch.equal(*(looked_up(m, features_of(0)) for m in (plain, compressed)))
     (stats,) = report.stats().values()
     assert stats["forward"]["plain_calls"] == 1
-
-
-def ids_are_not_made_where_all_rows_cross() -> None:
-    """As on a GPU, where to make them takes the host as long as an exchange."""
-    model = sharded(PLANS["table_wise"])
-    for codec, needed in (("raw", False), ("compressed", True)):
-        report = compress_communication(model, codec=codec)
-        with mock.patch.object(output_dists, "bag_ids", wraps=bag_ids) as made:
-            weighed(looked_up(model, features_of(0, least=1, most=1))).backward()
-        assert made.called == needed and report.compressed
-        restore_communication(model)
 
 
 def batches_that_differ_by_feature(plan: str) -> None:
@@ -379,19 +305,6 @@ def uneven_row_wise() -> None:
         torch.testing.assert_close(found[key], value, rtol=1e-5, atol=1e-5)
 
 
-def weights_of_bags_are_kept() -> None:
-    """A weighted row is not the row of the table: such rows are never summed."""
-
-    def make() -> Any:
-        return bag_configs(pooling=PoolingType.SUM)
-
-    pair = Pair("table_wise", is_weighted=True, make=make)
-    for seed in range(2):
-        plain, compressed = pair.step(features_of(seed, least=1, most=1, weighted=True))
-        assert torch.equal(plain, compressed)
-    assert all(torch.equal(*both) for both in pair.states())
-
-
 def frozen_and_without_gradients() -> None:
     """Evaluation, and losses that only some ranks take from a table."""
     pair = Pair("table_wise")
@@ -470,6 +383,9 @@ def what_is_refused() -> None:
     assert "error_feedback: given with backward='lossless'" in refusal(
         lambda: compress_communication(model, error_feedback=10)
     )
+    assert "with codec='raw'" in refusal(
+        lambda: compress_communication(model, backward=0.1, error_feedback=10, codec="raw")
+    )
     assert "error_bound: -1" in refusal(compress_communication, model, -1.0)
     assert "error_bound" in refusal(compress_communication, model, {"t1": float("nan")})
     comm_ops.set_use_sync_collectives(True)
@@ -531,37 +447,6 @@ def a_resumed_run_goes_on_with_its_bounds() -> None:
         assert other.report.state_dict() == state
     else:
         raise AssertionError
-
-
-def ranks_go_on_while_rows_are_under_way() -> None:
-    """Rank 0's exchanges begin, forward and back, while rank 1 waits for its word."""
-    plain, compressed = sharded(PLANS["mixed"]), sharded(PLANS["mixed"])
-    compress(compressed)
-    store = dist.distributed_c10d._get_default_store()
-    rank, outs = dist.get_rank(), []
-    for number, model in enumerate((plain, compressed)):
-        tables = model.module["tables"]
-        for step in range(2):  # communicators are made in the first one
-            features = features_of(0, least=1).to(device())
-            context = tables.create_context()
-            shards = tables.input_dist(context, features).wait().wait()
-            word = f"under way {number} {step}"
-            weight = torch.ones(3, device=device(), requires_grad=True)
-            if rank and step:
-                store.wait([f"{word} forward"])
-            begun = tables.compute_and_output_dist(context, shards)
-            if not rank:
-                store.set(f"{word} forward", "")
-            dense = weight * 2.0  # autograd comes to it between waiting and beginning
-            if not rank:
-                dense.register_hook(lambda _, word=word: store.set(f"{word} back", ""))
-            found = begun.wait().values()
-            if rank and step:
-                store.wait([f"{word} back"])
-            (weighed(found) + dense.sum()).backward()
-            outs.append(found.detach())
-    assert torch.equal(outs[0], outs[2])
-    torch.testing.assert_close(outs[3], outs[1], rtol=1e-5, atol=1e-6)
 
 
 def pipelines_train_alike() -> None:
@@ -658,6 +543,7 @@ check("as_on_a_gpu-feedback", as_on_a_gpu, what_rounding_took_is_added_the_next_
 for _function in (repeated_rows_cross_once, rows_of_others_cost_nothing_row_wise):
     check(f"as_on_a_gpu-{_function.__name__}", as_on_a_gpu, _function)
 check("as_on_a_gpu-no_ids", as_on_a_gpu, ids_are_not_made_where_all_rows_cross)
+check("as_on_a_gpu-no_feedback", as_on_a_gpu, feedback_costs_nothing_where_nothing_is_rounded)
 check("as_on_a_gpu-every_bit", as_on_a_gpu, every_bit, "mixed")
 check("as_on_a_gpu-sequences", as_on_a_gpu, every_bit, "columns", sequences=True, uneven=2)
 for _function in (
@@ -680,6 +566,8 @@ for _function in (
     pipelines_train_alike,
 ):
     check(_function.__name__, _function)
+check("inference", looked_up_in_inference_mode, "mixed")
+check("as_on_a_gpu-inference", as_on_a_gpu, looked_up_in_inference_mode, "mixed")
 
 
 def run(rank: int, folder: str, outcomes: Any, backend: str = "gloo") -> None:
