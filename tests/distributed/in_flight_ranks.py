@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,9 @@ import torch.distributed as dist
 from bitslab.distributed import CompressedAllToAll, Table
 from bitslab.distributed import exchange as stages
 from bitslab.distributed.agreement import Agreement
+from bitslab.distributed.caller import Caller
 from bitslab.distributed.device import DeviceExchange
+from bitslab.distributed.device_repeats import FoundRepeats
 from bitslab.distributed.pairs import Pairs
 from bitslab.distributed.plain import PlainExchange
 from bitslab.distributed.selection import PLAIN
@@ -212,14 +215,14 @@ def failures(rank: int, ranks: int) -> dict[str, Any]:
     return seen
 
 
-def failed_before_ranks_meet(rank: int, ranks: int) -> dict[str, Any]:
+def failed_before_ranks_meet(rank: int, ranks: int, device: torch.device = CPU) -> dict[str, Any]:
     """Ranks learn of a failure at other times, and raise where they would meet in their own thread.
 
     Rank 0 learns last, and is in its next call by then, which decides, or is plain.
     """
     seen: dict[str, Any] = {}
     sizes = {"users": [5] * ranks}
-    rows = rows_of(PLANNED[0], 5 * ranks, rank)
+    rows = rows_of(PLANNED[0], 5 * ranks, rank).to(device)
     learns = Agreement.sizes_of
 
     def late(*given: Any) -> Any:
@@ -229,7 +232,7 @@ def failed_before_ranks_meet(rank: int, ranks: int) -> dict[str, Any]:
     fails = mock.patch.object(DeviceExchange, "_messages", side_effect=MemoryError("none left"))
     for name in ("decides", "plain"):
         exchange = CompressedAllToAll(dist.new_group(), tables=PLANNED[:1], decide_every=3)
-        with coded_where_rows_are():
+        with _coded(device == CPU):
             for _ in range(2):
                 exchange.begin_tables({"users": rows}, sizes, sizes).wait()
             with (
@@ -247,6 +250,16 @@ def failed_before_ranks_meet(rank: int, ranks: int) -> dict[str, Any]:
                 seen[f"{name} prompt"] = time.monotonic() - started < 10
                 seen[name] = any_error_of(begun.wait)
     return seen
+
+
+def check_met_late(of_ranks: list[Any]) -> None:
+    """Rank 1 failed: all raise at once, in the next call and where they wait."""
+    for rank, seen in enumerate(of_ranks):
+        for name in ("decides", "plain"):
+            assert "an earlier exchange failed" in seen[f"{name} next"], seen
+            assert seen[f"{name} prompt"]
+            elsewhere = "ExchangeError: sizes stage: this or an earlier exchange failed on rank 1"
+            assert seen[name].startswith("MemoryError: none" if rank == 1 else elsewhere)
 
 
 def plain_failures(rank: int, ranks: int) -> dict[str, Any]:
@@ -314,11 +327,72 @@ def several_as_on_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
         return several_at_once(rank, ranks)
 
 
+def ids_are_found(rank: int, ranks: int, device: torch.device = CPU) -> dict[str, Any]:
+    """Rows share ids, which are read in the helper's thread and nowhere else, of one rank too."""
+    threads: list[str] = []
+    read = FoundRepeats._read
+
+    def counted(found: FoundRepeats) -> Any:
+        threads.append(threading.current_thread().name)
+        return read(found)
+
+    planned = [Table("users", 8), Table("items", 4), Table("others", 8)]
+    exchange = CompressedAllToAll(tables=planned, codec="compressed")
+    sizes = {table.name: [50] * ranks for table in planned}
+    ids = {"users": torch.arange(50 * ranks) % 11, "items": torch.arange(50 * ranks) % 7}
+    weights = {
+        name: torch.randn(11, 8 if name == "users" else 4, device=device).requires_grad_()
+        for name in ids
+    }
+    seen: dict[str, Any] = {}
+    for turn, where in enumerate((CPU, device)):
+        given = {name: t.to(where) for name, t in ids.items()}
+        rows = {name: t[ids[name].to(device)] for name, t in weights.items()}
+        rows["others"] = torch.randn(50 * ranks, 8, device=device)
+        threads.clear()
+        with mock.patch.object(FoundRepeats, "_read", counted):
+            found = exchange.begin_tables(rows, sizes, sizes, row_ids=given).wait()
+        seen[f"{turn} thread"] = len(threads) == 1 and threads[0].startswith("bitslab-exchange")
+        factors = (torch.arange(50 * ranks, device=device) % 5 + 1.0 + rank)[:, None]
+        for t in weights.values():
+            t.grad = None
+        sum((found[name] * factors).sum() for name in ids).backward()  # type: ignore[union-attr]
+        for name, t in weights.items():
+            exact = crossed(rows[name], sizes[name], sizes[name])
+            seen[f"{turn} {name}"] = torch.equal(found[name], exact)
+            back = crossed(factors.expand(rows[name].shape).contiguous(), *[sizes[name]] * 2)
+            wanted = torch.zeros_like(t).index_add_(0, ids[name].to(device), back)
+            seen[f"{turn} {name} back"] = t.grad is not None and torch.allclose(t.grad, wanted)
+    table = exchange.stats()["tables"]["users"]
+    seen["fewer"] = 0 < table["moved_bytes"] < table["raw_bytes"] / 2
+    seen["fewer back"] = table["backward_raw_bytes"] < table["raw_bytes"] / 2
+    return seen
+
+
+def alone_in_flight(rank: int, ranks: int) -> dict[str, Any]:
+    """What a rank checks alone, whose rows for itself cross."""
+    with coded_where_rows_are(own_rows_cross=True):
+        return several_at_once(rank, ranks) | ids_are_found(rank, ranks)
+
+
+def ids_as_on_a_gpu(rank: int, ranks: int) -> dict[str, Any]:
+    """`ids_are_found` of rows that are coded where they are."""
+    with coded_where_rows_are():
+        return ids_are_found(rank, ranks)
+
+
 def nccl_in_flight(rank: int, ranks: int) -> dict[str, Any]:
-    """The same of rows on GPUs, over NCCL."""
+    """The same of rows on GPUs, over NCCL; of one rank those for itself cross."""
+    Caller.own_rows_cross = ranks == 1
     device = torch.device("cuda", rank)
     seen = several_at_once(rank, ranks, device) | begun_before_others(rank, ranks, device)
+    seen |= ids_are_found(rank, ranks, device)
     return seen | _begun_behind_a_busy_gpu(ranks, device)
+
+
+def nccl_failed_before_ranks_meet(rank: int, ranks: int) -> dict[str, Any]:
+    """The same of rows on GPUs, over NCCL."""
+    return failed_before_ranks_meet(rank, ranks, torch.device("cuda", rank))
 
 
 def _begun_behind_a_busy_gpu(ranks: int, device: torch.device) -> dict[str, Any]:
@@ -355,6 +429,9 @@ CHECKS: dict[str, Callable[[int, int], Any]] = {
         failed_before_ranks_meet,
         dead_in_flight,
         dead_in_flight_back,
+        alone_in_flight,
+        ids_as_on_a_gpu,
         nccl_in_flight,
+        nccl_failed_before_ranks_meet,
     )
 }
