@@ -358,8 +358,6 @@ class Caller:
         if self.coded_on_device(device):
             if self._meets_in_this_thread(way):
                 self.wait()
-                if self.faults.is_known:
-                    return
             due = self.codec == "auto" and self.decision.is_due(way)
         else:
             due = self._begin(group, way)

@@ -61,7 +61,7 @@ class ErrorFeedback:
         self._time = 0
         #: Ids that are kept at most as far as the host knows, and the number that is on its way.
         self._most = 0
-        self._count: tuple[torch.Tensor, torch.cuda.Event | None] | None = None
+        self._count: tuple[torch.Tensor, torch.cuda.Event] | None = None
         self._used_on: torch.cuda.Stream | None = None
         self._make(0, torch.device("cpu"))
 
@@ -158,7 +158,7 @@ class ErrorFeedback:
     def _make_room(self, more: int, device: torch.device) -> None:
         """Go on where gradients are, with slots for so many more ids."""
         self._follow()
-        if self._count is not None and (self._count[1] is None or self._count[1].query()):
+        if self._count is not None and self._count[1].query():  # type: ignore[no-untyped-call]
             self._most, self._count = int(self._count[0]), None
         wanted = min(self._rows, self._most + more)
         slots = self._slots

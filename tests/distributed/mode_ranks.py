@@ -67,7 +67,6 @@ def modes(rank: int, ranks: int, device: torch.device = CPU) -> dict[str, bool]:
 def modes_of_the_function(rank: int, ranks: int, device: torch.device = CPU) -> dict[str, bool]:
     """The same of `all_to_all_single`, at once and asynchronous."""
     seen: dict[str, bool] = {}
-    sizes = [5] * ranks
     group = dist.new_group()
     for codec in ("compressed", "auto"):
         for async_op in (False, True):
@@ -83,13 +82,12 @@ def modes_of_the_function(rank: int, ranks: int, device: torch.device = CPU) -> 
                     dist.all_to_all_single(exact, t.clone())
                 key = f"{codec} {async_op} {begins_in} {waits_in}"
                 seen[key] = torch.equal(found, exact)
-    assert sizes
     return seen
 
 
 def in_inference_mode(rank: int, ranks: int) -> dict[str, bool]:
     """Both, of rows that the host codes, and as on a GPU."""
-    seen = {}
+    seen: dict[str, bool] = {}
     for on_device in (False, True):
         with coded_where_rows_are() if on_device else nullcontext():
             for check in (modes, modes_of_the_function):

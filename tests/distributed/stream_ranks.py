@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, cast
 from unittest import mock
 
@@ -17,7 +18,7 @@ from bitslab.distributed.device_repeats import DeferredRepeats, FoundRepeats, Ro
 from bitslab.distributed.faults import Faults
 from bitslab.distributed.helpers import helper_of
 from bitslab.distributed.layout import Rows
-from bitslab.distributed.parts import Call
+from bitslab.distributed.parts import Call, spread_to_copies
 from bitslab.distributed.passes import Pass
 from bitslab.distributed.stats import Counters
 from bitslab.engine.transfer import StreamLane
@@ -95,7 +96,7 @@ def kept_where_it_is_waited_for(rank: int, ranks: int) -> dict[str, bool]:
     """A pass names all memory that it reads and returns behind the exchange."""
     named: list[set[int]] = []
     seen: dict[str, bool] = {}
-    made, spread = Pass.__init__, passes.spread_to_copies
+    made, spread = Pass.__init__, spread_to_copies
 
     def begun(self: Pass, under_way: Any, then: Any, used: Sequence[torch.Tensor] = ()) -> None:
         named.append(_memory(used))
@@ -151,11 +152,21 @@ def _trained(
         wanted = torch.zeros_like(weights)
         back = crossed(factors.expand(-1, 8).contiguous(), sizes["users"], sizes["users"])
         wanted.index_add_(0, ids, back)
+    again: list[torch.Tensor] = []
+
+    def take_free(gradient: torch.Tensor) -> None:
+        # Memory that is free for who waited, of all sizes that an exchange has, before the other
+        # stream has come to the gradients. Behind backward() it would wait for that one.
+        with waits_on():
+            again.extend(torch.full((n,), float("nan"), device=device) for n in range(64, 4096, 64))
+
     if device.type == "cuda":
         torch.cuda.synchronize()
     with begins_on():
+        rows = weights[ids]
+        rows.register_hook(take_free)  # type: ignore[no-untyped-call]
         begun = exchange.begin_tables(
-            {"users": weights[ids], "items": items},
+            {"users": rows, "items": items},
             sizes,
             sizes,
             row_ids={"users": ids} if with_ids else None,
@@ -167,8 +178,6 @@ def _trained(
             with begins_on():
                 torch.cuda._sleep(400_000_000)  # gradients come while this stream is behind
         loss.backward()
-        # Takes what memory of this stream is free, of all sizes that an exchange had.
-        again = [torch.full((n,), float("nan"), device=device) for n in range(64, 4096, 64)]
     if device.type == "cuda":
         torch.cuda.synchronize()
     assert again and weights.grad is not None
@@ -180,7 +189,7 @@ def nccl_streams(rank: int, ranks: int) -> dict[str, bool]:
     Caller.own_rows_cross = ranks == 1
     device = torch.device("cuda", rank)
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
-    begins_on, waits_on = ((lambda s=s: torch.cuda.stream(s)) for s in streams)  # type: ignore[misc]
+    begins_on, waits_on = (partial(torch.cuda.stream, each) for each in streams)
     seen = {}
     for codec in ("compressed", "raw"):
         for with_ids in (False, True):
