@@ -164,7 +164,7 @@ def _trained(
         torch.cuda.synchronize()
     with begins_on():
         rows = weights[ids]
-        rows.register_hook(take_free)  # type: ignore[no-untyped-call]
+        rows.register_hook(take_free)
         begun = exchange.begin_tables(
             {"users": rows, "items": items},
             sizes,

@@ -566,6 +566,7 @@ for _function in (
     pipelines_train_alike,
 ):
     check(_function.__name__, _function)
+# The last ones: see test_gpu_communication.py.
 check("inference", looked_up_in_inference_mode, "mixed")
 check("as_on_a_gpu-inference", as_on_a_gpu, looked_up_in_inference_mode, "mixed")
 
