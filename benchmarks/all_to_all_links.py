@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from all_to_all_gpu import emb_1
+from torch.distributed import distributed_c10d
 
 from bitslab.distributed import CompressedAllToAll, Table
 from bitslab.distributed.buffers import Buffers
@@ -220,7 +221,8 @@ def slowed_link(gb_per_s: float | None) -> Iterator[None]:
     if gb_per_s is None:
         yield
         return
-    of_torch, of_pairs = dist.all_to_all_single, Pairs.cross
+    # Where the package finds it: what others put in the place of torch's name is none of its.
+    of_torch, of_pairs = distributed_c10d.all_to_all_single, Pairs.cross
 
     def wait_for(n_bytes: int, started: float) -> None:
         left = n_bytes / (gb_per_s * 1e9) - (time.perf_counter() - started)
@@ -245,12 +247,12 @@ def slowed_link(gb_per_s: float | None) -> Iterator[None]:
         of_pairs(pairs, sent)
         wait_for(sum(len(data) for data in sent.values()), started)
 
-    setattr(dist, "all_to_all_single", slowed)  # noqa: B010 - mypy
+    setattr(distributed_c10d, "all_to_all_single", slowed)  # noqa: B010 - mypy
     setattr(Pairs, "cross", slowed_pairs)  # noqa: B010 - mypy
     try:
         yield
     finally:
-        setattr(dist, "all_to_all_single", of_torch)  # noqa: B010 - mypy
+        setattr(distributed_c10d, "all_to_all_single", of_torch)  # noqa: B010 - mypy
         setattr(Pairs, "cross", of_pairs)  # noqa: B010 - mypy
 
 

@@ -107,7 +107,7 @@ def choose_on_device(
     tries : Tries
         Of these tables.
     tables : sequence of Rows
-        Their candidates are changed.
+        They have the chosen candidates then.
     choices : sequence of TableChoice
         One a table.
     model : NetworkModel
@@ -126,9 +126,10 @@ def choose_on_device(
         for number, (raw, moved) in enumerate(zip(trial.raw_bytes, trial.moved_bytes, strict=True)):
             if raw and candidate in candidates[number]:
                 found[number][candidate] = Measured(raw / max(1, moved), encode, decode)
-    for choice, measured in zip(choices, found, strict=True):
+    for table, choice, measured in zip(tables, choices, found, strict=True):
         if measured:
             choice.take_fastest(measured, model)
+        table.candidate = choice.candidate
 
 
 def _is_bounded(table: Rows) -> bool:

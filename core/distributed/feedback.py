@@ -130,7 +130,8 @@ class ErrorFeedback:
         sums = torch.zeros(n, self._row, device=lost.device)
         finite = torch.nan_to_num(lost.float(), 0.0, 0.0, 0.0)
         sums.index_add_(0, met.group, finite[met.order])
-        self._ages[met.slot] = self._time
+        # A fill: a number that is assigned by index is uploaded, and waited for.
+        self._ages.index_fill_(0, met.slot, self._time)
         # New ids take the slots that were met longest ago, of these the highest ids first.
         by_id = met.by_id.flip(0)
         oldest = by_id[torch.argsort(self._ages[by_id], stable=True)]
@@ -140,7 +141,7 @@ class ErrorFeedback:
         new &= number < slots - known.sum()  # else all slots are of this call
         slot = torch.where(new, oldest[number.clamp(0, slots - 1)], met.slot)
         self._ids[slot] = met.ids
-        self._ages[slot] = self._time
+        self._ages.index_fill_(0, slot, self._time)
         self._lost[slot] = sums
         self._most = min(self._rows, self._most + n)
         self._count_later()

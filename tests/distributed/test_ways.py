@@ -76,3 +76,5 @@ def test_tables_share_the_seconds_of_one_pipeline_by_their_bytes() -> None:
     assert choices[1].measured["references"].decode_s_per_byte == 3 / 400
     assert not choices[2].measured  # of no rows nothing is known
     assert [choice.candidate.name for choice in choices] == ["references"] * 3
+    # Exchanges that are measured next are written so.
+    assert [table.candidate for table in tables] == [choice.candidate for choice in choices]

@@ -174,7 +174,8 @@ def test_large_products_are_the_same_in_every_way(dtype, monkeypatch, tmp_path):
         assert asked
         gathered = run(rgcn.compile(Passes(sides=False, fuse=False)), graph, inputs)
         for a, b in zip(gathered, found[way], strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * float(b.abs().max()))
+            largest = float(b.detach().abs().max())
+            torch.testing.assert_close(a, b, rtol=1e-2, atol=1e-2 * largest)
     usual = found[SCHEDULES[0].name]
     monkeypatch.undo()
     monkeypatch.setenv("BITSLAB_CACHE", str(tmp_path))
