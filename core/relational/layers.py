@@ -131,7 +131,8 @@ def projects_in_program(rows: int, depth: int, width: int, device: torch.device)
     They save at most the projections of keys and values: of `rows` nodes, `depth` features to
     `width`. Which of them they save is counted for the graph, when its steps are chosen.
     """
-    multiply, _, _, call, _ = costs_of(device)
+    costs = costs_of(device)
+    multiply, call = costs.multiply_ns, costs.call_ns
     return 2 * rows * depth * width * multiply > _MORE_CALLS * call
 
 

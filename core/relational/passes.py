@@ -308,9 +308,10 @@ class Lowering:
         copied, which a product reads by index else, and operators are added: one going forward;
         going backward none, or four where edges are weighted and the weights take a gradient. A
         backward pass saves about twice what a forward pass does. Forward passes alone are compared,
-        so that inference has the bits of training.
+        so that inference has the bits of training. On a GPU products of sums are torch's, one for
+        each relation, where there are few, while those of rows that are read by index are a kernel.
         """
-        multiply, visit, copy, call, _ = self.steps.costs
+        multiply, visit, copy, call, product, _ = self.steps.costs
         sides = self.graph.rows("pair_src"), self.graph.rows("pair_dst")
         edges = self.graph.rows("typed_edge").bounds
         row = x.width * y.shape[-1] * multiply + (x.width + y.width) * copy
@@ -325,8 +326,10 @@ class Lowering:
             chosen.append(after < copied)
             saved += before - min(after, copied)
             gains = gains or after < before
-        added = 2 if weighted else 1
-        pays = gains if self.passes.sides else saved > added * call
+        counted = self.steps.costs.products
+        more = counted(len(chosen), by_index=False) - counted(len(chosen), by_index=True)
+        added = (2 if weighted else 1) * call + more * product
+        pays = gains if self.passes.sides else saved > added
         return chosen if pays else [False] * len(chosen)
 
 

@@ -14,11 +14,15 @@ from tests.simt.runner import simt_kernels
 DIM = 64
 
 
-def stars(leaves: int) -> rel.RelationalGraph:
-    """Return a graph whose relation 0 leads from leaves to one node, relation 1 back to them."""
+def stars(leaves: int, relations: int = 2) -> rel.RelationalGraph:
+    """Return a graph whose relation 0 leads from leaves to one node, relation 1 back to them.
+
+    Of other relations there are no edges.
+    """
     many, one = torch.arange(leaves), torch.zeros(leaves, dtype=torch.long)
     ends = torch.stack([torch.cat([many, one]), torch.cat([one, many])])
-    return rel.RelationalGraph(ends, torch.arange(2).repeat_interleave(leaves), leaves, 2)
+    kinds = torch.arange(2).repeat_interleave(leaves)
+    return rel.RelationalGraph(ends, kinds, leaves, relations)
 
 
 def inputs_of(leaves: int, relations: int = 2, dim: int = DIM) -> list[torch.Tensor]:
@@ -67,13 +71,28 @@ def test_an_option_that_is_given_is_followed_for_any_size(
 
 def test_edges_that_are_weighted_add_more_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     on_device(monkeypatch, "cuda")
-    leaves = 12_000  # saves more than one operator takes, and less than two
+    leaves = 29_000  # saves more than three calls take, and less than four
     made, inputs = stars(leaves), inputs_of(leaves)
     spaces = {}
     for program, more in ((TYPED_SUM, []), (WEIGHTED_SUM, [torch.ones(made.num_edges)])):
         order = program.plan(made, [*inputs, *more]).forward.order
         spaces[program] = [step.space for step in order if step.op == "typed_linear"]
     assert spaces == {TYPED_SUM: ["mixed:10"], WEIGHTED_SUM: ["pair_src"]}
+
+
+@pytest.mark.parametrize("relations", [2, 7, 8, 20])
+def test_products_that_a_gpu_is_called_for_one_by_one_count(
+    relations: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of few relations torch multiplies sums, relation by relation, and of many one kernel."""
+    on_device(monkeypatch, "cuda")
+    leaves = 20_000  # saves more than two calls take, and less than three
+    made = stars(leaves, relations)
+    program = TYPED_SUM.program.compile()
+    order = program.plan(made, inputs_of(leaves, relations)).forward.order
+    (space,) = [step.space for step in order if step.op == "typed_linear"]
+    few = relations < graph.BATCH_RELATIONS
+    assert space.rpartition(":")[2] == ("pair_src" if few else "1" + "0" * (relations - 1))
 
 
 def test_no_relation_is_summed_first_where_none_is_cheaper_so() -> None:

@@ -10,6 +10,7 @@ import torch
 import bitslab
 from bitslab.engine.kernels.typed_products import SCHEDULES
 from bitslab.relational import Passes, RelationalGraph, product_ways
+from bitslab.relational.steps import Costs
 from tests.gpu import waiting_raises
 from tests.relational.oracle import random_graph
 from tests.relational.programs import PROGRAMS, inputs_of, rgcn
@@ -132,7 +133,7 @@ def test_the_memory_of_a_graph_goes_with_its_last_user():
 @pytest.mark.parametrize("heads", [1, 2])
 def test_hgt_of_features_gives_the_results_of_the_cpu(heads, reorder, monkeypatch):
     # Operations alone count: products of weights are left out of graphs this small else.
-    costs = dict.fromkeys(("cpu", "cuda"), (1.0, *[0.0] * 4))
+    costs = dict.fromkeys(("cpu", "cuda"), Costs(1.0))
     monkeypatch.setattr("bitslab.relational.steps.COSTS", costs)
     made = typed_graph(sizes=(900, 600, 300), edges=400)
     inputs = dict(enumerate(typed_inputs(made, heads, True)))

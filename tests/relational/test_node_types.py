@@ -13,6 +13,7 @@ import bitslab.relational as rel
 from bitslab import CompressedTable
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.relational import NodeTypes, Passes
+from bitslab.relational.steps import Costs
 from bitslab.relational.trace import described
 from tests.relational.oracle import evaluate
 from tests.relational.test_program import OFF, values_and_gradients
@@ -68,7 +69,7 @@ def test_hgt_of_features_with_each_pass_on_and_off(passes, biased, heads):
 def test_products_of_weights_give_the_result_of_projected_rows(biased, heads, monkeypatch):
     # Many nodes, few of which are sources: rows of pairs cost less than rows of nodes.
     monkeypatch.setattr(
-        "bitslab.relational.steps.COSTS", dict.fromkeys(("cpu", "cuda"), (1.0, *[0.0] * 4))
+        "bitslab.relational.steps.COSTS", dict.fromkeys(("cpu", "cuda"), Costs(1.0))
     )
     graph = typed_graph(sizes=(900, 600, 300), edges=40)
     program = hgt(heads, biased).program
@@ -115,7 +116,7 @@ def test_packed_features_give_the_result_of_raw_ones(reorder):
 @pytest.mark.parametrize("reorder", [False, True])
 def test_generated_gradients_are_those_of_differences(reorder, biased, monkeypatch):
     monkeypatch.setattr(
-        "bitslab.relational.steps.COSTS", dict.fromkeys(("cpu", "cuda"), (1.0, *[0.0] * 4))
+        "bitslab.relational.steps.COSTS", dict.fromkeys(("cpu", "cuda"), Costs(1.0))
     )
     graph = typed_graph(sizes=(20, 4, 2), edges=8)
     compiled = hgt(2, biased).program.compile(Passes(reorder=reorder))

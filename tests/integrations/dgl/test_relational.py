@@ -15,6 +15,7 @@ from bitslab.errors import ArgumentError
 from bitslab.integrations import dgl as ours_of
 from bitslab.integrations.dgl import compile_relational, relational_calls, restore_relational
 from bitslab.relational.products import Products
+from bitslab.relational.steps import Costs
 from tests.helpers import options_id
 
 NODES, EDGES, TYPES, NODE_TYPES = 40, 300, 5, 3
@@ -115,7 +116,7 @@ def test_hgt(heads, use_norm, width):
 def test_hgt_of_types_in_order_multiplies_weights_first(heads, monkeypatch):
     # Operations alone count: layers this small are left as they are else.
     monkeypatch.setattr(
-        "bitslab.relational.steps.COSTS", dict.fromkeys(("cpu", "cuda"), (1.0, *[0.0] * 4))
+        "bitslab.relational.steps.COSTS", dict.fromkeys(("cpu", "cuda"), Costs(1.0))
     )
     draw = torch.Generator().manual_seed(0)
     nodes = torch.arange(NODE_TYPES).repeat_interleave(200)

@@ -21,6 +21,7 @@ from bitslab.integrations import pyg
 from bitslab.integrations.pyg import compile_relational, relational_calls, restore_relational
 from bitslab.relational.graph import sort
 from bitslab.relational.products import Products
+from bitslab.relational.steps import Costs
 from tests.helpers import options_id
 from tests.integrations.pyg.relational_layers import (
     EDGE_TYPES,
@@ -119,7 +120,7 @@ def test_hgt(heads, out):
 def counted_products(monkeypatch):
     """Products of weights. Operations alone count: layers this small are left as they are else."""
     monkeypatch.setattr(
-        "bitslab.relational.steps.COSTS", dict.fromkeys(("cpu", "cuda"), (1.0, *[0.0] * 4))
+        "bitslab.relational.steps.COSTS", dict.fromkeys(("cpu", "cuda"), Costs(1.0))
     )
     products, multiply = [], Products.weight_product
 
