@@ -265,6 +265,7 @@ def prediction_rows(name: str, arguments: argparse.Namespace, report: Report) ->
                 "what": what_of(plan),
             }
         )
+        report(", ".join(f"{key} {value}" for key, value in rows[-1].items()))
     job.close()
     return rows
 

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, strategies
 
 from bitslab.distributed.feedback import ErrorFeedback
+from tests.gpu import waiting_raises
 
 MOST = 5
 
@@ -83,15 +84,12 @@ def test_the_host_waits_for_nothing_and_finds_the_same_on_a_gpu() -> None:
     found = {}
     for device in ("cpu", "cuda"):
         kept = ErrorFeedback(1 << 12, 8)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_raises():
             for step in range(6):
                 ids = torch.arange(100 * step, 100 * step + 300, device=device)
                 met = kept.met(ids)
                 rows = kept.add_to(torch.ones(300, 8, device=device), met)
                 kept.keep(rows, met)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert len(kept) == 800
         found[device] = rows.cpu()
     assert torch.equal(found["cpu"], found["cuda"]) and len(found["cpu"].unique()) == 3

@@ -9,6 +9,7 @@ from hypothesis import given, strategies
 from bitslab.distributed.device_repeats import FoundRepeats, RowsById
 from bitslab.distributed.faults import ContentError
 from bitslab.distributed.messages import Repeats
+from tests.gpu import waiting_raises
 
 SIZES = strategies.lists(strategies.integers(0, 20), min_size=3, max_size=3)
 
@@ -58,9 +59,6 @@ def test_rows_of_one_id_that_differ_are_refused_by_the_table() -> None:
 def test_the_host_does_not_wait_for_what_is_found_on_a_gpu() -> None:
     tables = tables_of([[30, 20], [0, 0], [500, 600]], 1, "cuda")
     FoundRepeats(tables)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_raises():
         found = FoundRepeats(tables)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     check_found(tables, found)

@@ -10,6 +10,7 @@ pytest.importorskip("torchrec", reason="torchrec is not installed")
 from torchrec import KeyedJaggedTensor
 
 from bitslab.integrations.torchrec.row_ids import Column, bag_ids, value_ids
+from tests.gpu import waiting_raises
 
 pytestmark = pytest.mark.gpu
 
@@ -32,9 +33,6 @@ def _check_ids(bags: int) -> None:
     on_device = on_host.to(torch.device("cuda"))
     for function in (bag_ids, value_ids):
         expected = function(on_host, columns)
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_raises():
             found = function(on_device, columns)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         assert torch.equal(found.cpu(), expected)
