@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import pytest
 import torch
 
+from bitslab.distributed.feedback import ErrorFeedback
 from bitslab.distributed.rounding import round_to_codes
 
 
@@ -27,3 +29,20 @@ def test_rows_are_rounded_alike() -> None:
         found = round_to_codes(rows, 0.01)
     assert torch.equal(found, expected)
     assert (found - rows).abs().max() <= 0.01
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=str)
+def test_what_rounding_took_is_kept_alike(dtype: torch.dtype) -> None:
+    def added() -> torch.Tensor:
+        kept = ErrorFeedback(8, 4)
+        ids = torch.tensor([3, 5, 3])
+        rows = torch.full((3, 4), 0.1, dtype=torch.float32)
+        kept.keep(rows, kept.met(ids))
+        loaded = ErrorFeedback(8, 4)
+        loaded.load_state_dict(kept.state_dict())
+        return loaded.add_to(rows, loaded.met(ids))
+
+    expected = added()
+    with default_dtype(dtype):
+        found = added()
+    assert found.dtype is torch.float32 and torch.equal(found, expected)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -330,6 +331,24 @@ class CompressedAllToAll:
         if torch.is_grad_enabled():
             self.iteration += 1
         return found
+
+    @contextmanager
+    def preparing(self, device: torch.device) -> Iterator[None]:
+        """Have the other ranks know where the block raises, which makes inputs of `begin_tables`.
+
+        They raise in that call, for which they would wait else until the group's time is over. What
+        is wrong with an argument (`ArgumentError`, `ArgumentTypeError`) this rank raises alone.
+
+        Parameters
+        ----------
+        device : torch.device
+            Where the rows are.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._passes.fail(checked_group(self.group), device, error, async_op=True)
+            raise
 
     def _tables_call(
         self,

@@ -331,7 +331,7 @@ class DeviceExchange:
             return torch.empty(0, dtype=torch.int64) if joined is None else joined, None
         host = torch.empty(0, dtype=torch.int64)
         if joined is not None:
-            host = torch.empty(len(joined), dtype=torch.int64, pin_memory=True)
+            host = torch.empty(len(joined), dtype=torch.int64, device="cpu", pin_memory=True)
             host.copy_(joined, non_blocking=True)
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(current_stream(self._device))

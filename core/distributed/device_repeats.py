@@ -80,7 +80,9 @@ class FoundRepeats:
         self._event: torch.cuda.Event | None = None
         self._numbers = numbers
         if device.type == "cuda":
-            self._numbers = torch.empty(len(numbers), dtype=torch.int32, pin_memory=True)
+            self._numbers = torch.empty(
+                len(numbers), dtype=torch.int32, device="cpu", pin_memory=True
+            )
             self._numbers.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record(current_stream(device))

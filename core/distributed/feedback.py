@@ -70,7 +70,7 @@ class ErrorFeedback:
         with kept_tensors():
             self._ids = torch.full((slots + 1,), _FREE, device=device)
             self._ages = torch.full((slots + 1,), -1, device=device)
-            self._lost = torch.zeros(slots + 1, self._row, device=device)
+            self._lost = torch.zeros(slots + 1, self._row, dtype=torch.float32, device=device)
 
     @property
     def _slots(self) -> int:
@@ -127,7 +127,7 @@ class ErrorFeedback:
         """
         slots, n = self._slots, len(lost)
         self._time += 1
-        sums = torch.zeros(n, self._row, device=lost.device)
+        sums = torch.zeros(n, self._row, dtype=torch.float32, device=lost.device)
         finite = torch.nan_to_num(lost.float(), 0.0, 0.0, 0.0)
         sums.index_add_(0, met.group, finite[met.order])
         # A fill: a number that is assigned by index is uploaded, and waited for.
@@ -152,7 +152,7 @@ class ErrorFeedback:
         if not count.is_cuda:
             self._most = int(count)
             return
-        host = torch.empty((), dtype=torch.int64, pin_memory=True)
+        host = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
         host.copy_(count, non_blocking=True)
         self._count = host, record_on(current_stream(count.device))
 

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 
 from ..engine.kernels.cuda.stream import current_stream
 from ..tracing import not_traced
-from .checks import check_names, checked_ids, rows_of
+from .checks import check_names, checked_ids
 from .modes import kept_tensors
 from .parts import Call
 from .passes import InFlight, Passes
@@ -50,7 +50,7 @@ class AllToAllFunction(torch.autograd.Function):
         """
         passes, group, call = ctx.call
         plan = call.plan
-        given = [rows_of(gradients[i], plan.parts[i].row) for i in plan.with_gradients]
+        given = [gradients[i] for i in plan.with_gradients]
         found = passes.back(group, call, given).finish()
         results: list[torch.Tensor | None] = [None] * len(plan.parts)
         for i, t in zip(plan.with_gradients, found, strict=True):

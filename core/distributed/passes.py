@@ -115,7 +115,7 @@ class Passes:
         *,
         async_op: bool = False,
     ) -> Pass:
-        """Exchange gradients ``[M, row]`` of tables that have some; what comes is of their rows."""
+        """Exchange gradients ``[M, ...]`` of tables that have some; what comes is of their rows."""
         return self._begun(self._back, group, call, gradients, async_op)
 
     def fail(
@@ -192,7 +192,7 @@ class Passes:
             call.places = [each.places for each in rows]
             return memory.received
 
-        return Pass(begun, came, memory_of(rows) if async_op else ())
+        return Pass(begun, came, _used_by(rows) if async_op else ())
 
     def _rows(self, call: Call, tensors: Sequence[torch.Tensor], memory: Memory) -> list[Rows]:
         """Return rows as they are sent forward, with their bounds, and those that share an id."""
@@ -261,18 +261,18 @@ class Passes:
                 for number, each, of_sums in zip(numbers, rows, sums, strict=True)
             ]
 
-        return Pass(begun, came, [*memory_of(rows), *_first_of(call)] if async_op else ())
+        return Pass(begun, came, [*_used_by(rows), *_first_of(call)] if async_op else ())
 
     def _rows_back(
         self, group: dist.ProcessGroup, call: Call, gradients: Sequence[torch.Tensor]
     ) -> tuple[list[Sums], list[Rows], Layout]:
         """Return sums of gradients, as rows too, within their bounds, and the layout of these."""
         plan, copied = call.plan, self._caller.copied_rank(group)
-        sums = [
-            sums_of(call, number, gradient)
-            for number, gradient in zip(plan.with_gradients, gradients, strict=True)
-        ]
         parts = [plan.parts[number] for number in plan.with_gradients]
+        sums = [
+            sums_of(call, number, rows_of(gradient, part.row))
+            for number, gradient, part in zip(plan.with_gradients, gradients, parts, strict=True)
+        ]
         layout = plan.backward
         if any(each.are_fewer for each in sums):
             sizes = [(p, s.counts, s.back) for p, s in zip(parts, sums, strict=True)]
@@ -343,6 +343,14 @@ class Passes:
             counters.moved_bytes += each.moved_bytes
 
 
+def _used_by(rows: Sequence[Rows]) -> list[torch.Tensor]:
+    """Return the memory of tables' rows: torch's own collective reads what is sent of one table.
+
+    It keeps that until a stream waits for it, which need not be the one that it was allocated on.
+    """
+    return [*memory_of(rows), *(each.sent for each in rows)]
+
+
 def _first_of(call: Call) -> list[torch.Tensor]:
     """Return which rows crossed of those that share an id, as far as that is on a device."""
     of_ranks = (each for repeats in call.repeats for each in repeats or ())
@@ -377,8 +385,7 @@ class InFlight:
 
     def begin_back(self, gradients: Sequence[torch.Tensor]) -> None:
         """Begin to exchange gradients, as autograd gives them, of all tables."""
-        parts = self.call.plan.parts
-        given = [rows_of(gradients[i], parts[i].row) for i in self.call.plan.with_gradients]
+        given = [gradients[i] for i in self.call.plan.with_gradients]
         # Autograd writes to gradients that nobody else has.
         self._held = gradients
         if self._begun_on is not None:

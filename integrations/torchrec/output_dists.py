@@ -208,26 +208,27 @@ class CompressedDist(torch.nn.Module):
             Returns pieces by rank and its column.
         """
         inputs, row_ids, send, receive, received = {}, {}, {}, {}, {}
-        for message in self.messages:
-            name, mine = message.table.name, message.places[self.rank]
-            if mine:
-                inputs[name] = torch.cat([part[place] for part in pieces for place in mine])
-            else:
-                # It requires a gradient as rows do: this rank takes part in the exchange back.
-                inputs[name] = torch.empty(
-                    (0, message.table.row_elements),
-                    dtype=message.table.dtype,
-                    device=like.device,
-                    requires_grad=torch.is_grad_enabled(),
-                )
-            if ids is not None and mine:
-                row_ids[name] = torch.cat([part[place] for part in ids for place in mine])
-            received[name] = [
-                [expected[rank][place] for place in places]
-                for rank, places in enumerate(message.places)
-            ]
-            receive[name] = [sum(part) for part in received[name]]
-            send[name] = [sum(part[place] for place in mine) for part in sizes]
+        with self.exchange.preparing(like.device):
+            for message in self.messages:
+                name, mine = message.table.name, message.places[self.rank]
+                if mine:
+                    inputs[name] = torch.cat([part[place] for part in pieces for place in mine])
+                else:
+                    # It requires a gradient as rows do: this rank takes part in the exchange back.
+                    inputs[name] = torch.empty(
+                        (0, message.table.row_elements),
+                        dtype=message.table.dtype,
+                        device=like.device,
+                        requires_grad=torch.is_grad_enabled(),
+                    )
+                if ids is not None and mine:
+                    row_ids[name] = torch.cat([part[place] for part in ids for place in mine])
+                received[name] = [
+                    [expected[rank][place] for place in places]
+                    for rank, places in enumerate(message.places)
+                ]
+                receive[name] = [sum(part) for part in received[name]]
+                send[name] = [sum(part[place] for place in mine) for part in sizes]
         begun = self.begun(inputs, receive, send, row_ids)
 
         def waited() -> dict[tuple[int, int], torch.Tensor]:
@@ -248,28 +249,33 @@ class CompressedDist(torch.nn.Module):
         row_ids: dict[str, torch.Tensor],
     ) -> Callable[[], dict[str, torch.Tensor]]:
         """Begin an exchange of tables, and of their ids where these cross; return what waits."""
-        names = list(inputs)
-        goes_back = self.ids_cross and torch.is_grad_enabled()
+        names, device = list(inputs), next(iter(inputs.values())).device
+        # Whether ids of rows are still to be known, for the exchange back.
+        unknown = self.ids_cross and torch.is_grad_enabled()
         # While torch's own collective brings gradients back they lose nothing.
-        with_ids = goes_back and self.exchange.feeds_back(next(iter(inputs.values())).device)
+        with_ids = unknown and self.exchange.feeds_back(device)
         if with_ids:
-            for name in names:
-                rows, ids = inputs[name], row_ids.get(name)
-                if ids is None:  # not known: nothing is kept of these rows
-                    ids = torch.full((len(rows),), -1, device=rows.device)
-                inputs[_ids_name(name)] = ids[:, None]
-                receive[_ids_name(name)], send[_ids_name(name)] = receive[name], send[name]
+            with self.exchange.preparing(device):
+                for name in names:
+                    rows, ids = inputs[name], row_ids.get(name)
+                    if ids is None:  # not known: nothing is kept of these rows
+                        ids = torch.full((len(rows),), -1, device=device)
+                    inputs[_ids_name(name)] = ids[:, None]
+                    receive[_ids_name(name)], send[_ids_name(name)] = receive[name], send[name]
         given = row_ids if self.row_ids else None
         under_way = self.exchange.begin_tables(inputs, receive, send, row_ids=given)
 
         def waited() -> dict[str, torch.Tensor]:
+            nonlocal unknown
             came = under_way.wait()
-            if with_ids:
+            if unknown and with_ids:
                 under_way.know_ids(
                     {name: self._apart(came[_ids_name(name)], receive[name]) for name in names}
                 )
-            elif goes_back:
+            elif unknown:
                 under_way.know_no_ids()
+            # What waits again may be on another stream than what gradients are sent on.
+            unknown = False
             return came
 
         return waited
@@ -304,23 +310,24 @@ class _PooledDist(CompressedDist, ABC):
         sharding_ctx : EmbeddingShardingContext, optional
             The batches; those of all ranks are equal when left out.
         """
-        features = self.seen_by(local_embs)
-        rows = self.entering(local_embs)
-        dims = [column.dim for column in self.mine]
         by_feature = sharding_ctx is not None and sharding_ctx.variable_batch_per_feature
-        if by_feature:
-            sizes = sharding_ctx.batch_size_per_rank_per_feature or [[]] * self.ranks
-            shapes = [list(zip(part, dims, strict=True)) for part in sizes]
-            cut = iter(torch.split(rows, [n * dim for part in shapes for n, dim in part]))
-            pieces = [[next(cut).view(shape) for shape in part] for part in shapes]
-            expected = self.expected(sizes, sharding_ctx.batch_size_per_feature_pre_a2a)
-        else:
-            batches = batches_of(sharding_ctx, len(rows), self.ranks)
-            sizes = [[n] * len(dims) for n in batches]
-            blocks = torch.split(rows, batches)
-            pieces = [list(torch.split(block, dims, 1)) for block in blocks]
-            expected = [[batches[self.rank]] * len(columns) for columns in self.columns]
-        ids = None if features is None else _cut_ids(bag_ids(features, self.mine), sizes)
+        dims = [column.dim for column in self.mine]
+        with self.exchange.preparing(local_embs.device):
+            features = self.seen_by(local_embs)
+            rows = self.entering(local_embs)
+            if by_feature:
+                sizes = sharding_ctx.batch_size_per_rank_per_feature or [[]] * self.ranks
+                shapes = [list(zip(part, dims, strict=True)) for part in sizes]
+                cut = iter(torch.split(rows, [n * dim for part in shapes for n, dim in part]))
+                pieces = [[next(cut).view(shape) for shape in part] for part in shapes]
+                expected = self.expected(sizes, sharding_ctx.batch_size_per_feature_pre_a2a)
+            else:
+                batches = batches_of(sharding_ctx, len(rows), self.ranks)
+                sizes = [[n] * len(dims) for n in batches]
+                blocks = torch.split(rows, batches)
+                pieces = [list(torch.split(block, dims, 1)) for block in blocks]
+                expected = [[batches[self.rank]] * len(columns) for columns in self.columns]
+            ids = None if features is None else _cut_ids(bag_ids(features, self.mine), sizes)
         waited = self.exchanged(pieces, sizes, expected, ids, rows)
 
         def joined() -> torch.Tensor:
@@ -368,7 +375,9 @@ class CompressedReduceScatterDist(_PooledDist):
         self, message: Message, found: torch.Tensor, received: Sequence[Sequence[int]]
     ) -> dict[tuple[int, int], torch.Tensor]:
         """Return the sums over ranks."""
-        total = found.view(self.ranks, -1, message.table.row_elements).sum(0)
+        # Autocast would have the sum of 16 bits in float32.
+        by_rank = found.view(self.ranks, -1, message.table.row_elements)
+        total = by_rank.sum(0, dtype=found.dtype)
         keys = [(0, place) for place in message.places[0]]
         return dict(zip(keys, torch.split(total, list(received[0])), strict=True))
 
@@ -390,16 +399,17 @@ class CompressedSequenceDist(CompressedDist):
         sharding_ctx : SequenceShardingContext
             Lengths and splits of the exchange of the features.
         """
-        features = self.seen_by(local_embs)
-        rows = self.entering(local_embs)
         lengths = sharding_ctx.lengths_after_input_dist
-        batches = batches_of(sharding_ctx, lengths.shape[-1], self.ranks)
-        order = _by_rank(lengths, batches, len(local_embs))
-        ids = None if features is None else value_ids(features, self.mine)[order]
+        with self.exchange.preparing(local_embs.device):
+            features = self.seen_by(local_embs)
+            batches = batches_of(sharding_ctx, lengths.shape[-1], self.ranks)
+            order = _by_rank(lengths, batches, len(local_embs))
+            rows = self.entering(local_embs).index_select(0, order)
+            ids = None if features is None else value_ids(features, self.mine)[order]
         if self.is_joint:
             (name,) = (message.table.name for message in self.messages)
             begun = self.begun(
-                {name: rows.index_select(0, order)},
+                {name: rows},
                 {name: sharding_ctx.input_splits},
                 {name: sharding_ctx.output_splits},
                 {} if ids is None else {name: ids},
@@ -409,10 +419,11 @@ class CompressedSequenceDist(CompressedDist):
                 return begun()[name]
 
         else:
-            sizes = _values_by_rank(lengths, batches)
-            expected = self._expected(sharding_ctx)
-            cut = _cut_by_rank(rows.index_select(0, order), sizes)
-            of_ids = None if ids is None else _cut_by_rank(ids, sizes)
+            with self.exchange.preparing(local_embs.device):
+                sizes = _values_by_rank(lengths, batches)
+                expected = self._expected(sharding_ctx)
+                cut = _cut_by_rank(rows, sizes)
+                of_ids = None if ids is None else _cut_by_rank(ids, sizes)
             waited = self.exchanged(cut, sizes, expected, of_ids, rows)
 
             def joined() -> torch.Tensor:

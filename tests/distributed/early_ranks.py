@@ -40,6 +40,7 @@ PLACES: dict[str, tuple[Any, str, Exception]] = {
     "thread": (DeviceExchange, "_joined", torch.OutOfMemoryError("no memory to join")),
     "bug": (stages.Exchange, "__init__", KeyError("a bug")),
     "gradients": (passes, "sums_of", MemoryError("no memory for sums")),
+    "gradient_rows": (passes, "rows_of", MemoryError("no memory for rows of gradients")),
 }
 OF_HOSTS, THERE = ("ids", "descriptors", "bug"), ("ids_on_device", "ids_read", "thread")
 #: The same of the function, by whether rows are coded where they are.
@@ -88,7 +89,7 @@ def _of_a_call(failing: Any, name: str, rank: int, ranks: int, pieces: int) -> d
 
     call()
     back = outputs.pop().sum().backward
-    work = back if name == "gradients" else call
+    work = back if name.startswith("gradient") else call
     started = time.monotonic()
     with failing:
         found = {"failed": any_error_of(work), "grad": t.grad is not None}

@@ -20,6 +20,7 @@ from bitslab.distributed.helpers import helper_of
 from bitslab.distributed.layout import Rows
 from bitslab.distributed.parts import Call, spread_to_copies
 from bitslab.distributed.passes import Pass
+from bitslab.distributed.plain import PlainExchange
 from bitslab.distributed.stats import Counters
 from bitslab.engine.transfer import StreamLane
 from tests.distributed.device_ranks import CpuCoder, coded_where_rows_are, crossed
@@ -130,6 +131,32 @@ def kept_where_it_is_waited_for(rank: int, ranks: int) -> dict[str, bool]:
     return seen
 
 
+def what_is_sent_is_kept_where_it_is_waited_for(rank: int, ranks: int) -> dict[str, bool]:
+    """Of one table torch's own collective reads rows, and gradients, where they lie."""
+    sent: list[set[int]] = []
+    seen: dict[str, bool] = {}
+    made, run = Pass.__init__, PlainExchange.run
+
+    def began(self: PlainExchange, *, async_op: bool = False) -> Any:
+        sent.append(_memory(each.sent for each in self._tables))
+        return run(self, async_op=async_op)
+
+    def begun(self: Pass, under_way: Any, then: Any, used: Sequence[torch.Tensor] = ()) -> None:
+        seen[f"{len(seen)} named"] = bool(sent[-1]) and sent[-1] <= _memory(used)
+        made(self, under_way, then, used)
+
+    sizes = {"users": [ROWS] * ranks}
+    t = torch.randn(ROWS * ranks, 8, requires_grad=True)
+    exchange = CompressedAllToAll(tables=[Table("users", 8)], codec="raw")
+    with (
+        coded_where_rows_are(own_rows_cross=ranks == 1),
+        mock.patch.object(PlainExchange, "run", began),
+        mock.patch.object(Pass, "__init__", begun),
+    ):
+        exchange.begin_tables({"users": t}, sizes, sizes).wait()["users"].sum().backward()
+    return seen | {"forward and back": len(seen) == 2}
+
+
 def _trained(
     rank: int,
     ranks: int,
@@ -221,5 +248,11 @@ def _waited_for_twice(rank: int, ranks: int, device: torch.device) -> dict[str, 
 
 
 CHECKS: dict[str, Callable[[int, int], Any]] = {
-    f.__name__: f for f in (kept_on_the_lane, kept_where_it_is_waited_for, nccl_streams)
+    f.__name__: f
+    for f in (
+        kept_on_the_lane,
+        kept_where_it_is_waited_for,
+        what_is_sent_is_kept_where_it_is_waited_for,
+        nccl_streams,
+    )
 }

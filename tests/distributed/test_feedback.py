@@ -96,6 +96,17 @@ def test_the_host_waits_for_nothing_and_finds_the_same_on_a_gpu() -> None:
 
 
 @pytest.mark.gpu
+def test_what_is_kept_is_counted_whatever_torchs_default_device() -> None:
+    kept = ErrorFeedback(8, 4)
+    with torch.device("cuda"):
+        ids = torch.tensor([3, 5, 3])
+        for _ in range(2):
+            met = kept.met(ids)
+            kept.keep(kept.add_to(torch.ones(3, 4), met), met)
+    assert len(kept) == 2
+
+
+@pytest.mark.gpu
 def test_slots_are_used_on_another_stream_behind_the_one_before() -> None:
     kept = ErrorFeedback(64, 4)
     ids = torch.arange(64, device="cuda")

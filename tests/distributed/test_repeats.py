@@ -62,3 +62,11 @@ def test_the_host_does_not_wait_for_what_is_found_on_a_gpu() -> None:
     with waiting_raises():
         found = FoundRepeats(tables)
     check_found(tables, found)
+
+
+@pytest.mark.gpu
+def test_what_is_found_is_read_by_the_host_whatever_torchs_default_device() -> None:
+    tables = tables_of([[30, 20], [500, 600]], 1, "cuda")
+    with torch.device("cuda"):
+        found = FoundRepeats(tables)
+    check_found(tables, found)

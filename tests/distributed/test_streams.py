@@ -84,6 +84,13 @@ def test_what_a_pass_reads_behind_an_exchange_is_kept_for_who_waits(
         assert seen and all(seen.values()), seen
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_a_plain_exchange_sends_is_kept_for_who_waits(ranks: int, tmp_path: Path) -> None:
+    check = "what_is_sent_is_kept_where_it_is_waited_for"
+    for seen in run_ranks(check, ranks, tmp_path):
+        assert seen and all(seen.values()), seen
+
+
 def test_what_the_helper_encodes_from_and_writes_is_kept_for_its_stream(tmp_path: Path) -> None:
     for seen in run_ranks("kept_on_the_lane", 2, tmp_path):
         assert len(seen) == 4 and all(seen.values()), seen

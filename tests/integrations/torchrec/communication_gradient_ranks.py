@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
-from bitslab.distributed import ErrorBound
+from bitslab.distributed import ErrorBound, ExchangeError
 from bitslab.distributed.selection import PLAIN
 from bitslab.integrations.torchrec import (
     compress_communication,
@@ -125,6 +126,24 @@ def ids_are_not_made_where_all_rows_cross() -> None:
             weighed(looked_up(model, features_of(0, least=1, most=1))).backward()
         assert made.called == needed and report.compressed
         restore_communication(model)
+
+
+def a_rank_that_cannot_make_ids_keeps_nobody_waiting(sequences: bool) -> None:
+    """What is made for an exchange may have no memory: the other rank knows at once."""
+    # One sharding: what the other rank begins behind it would be met by none.
+    model = sharded(PLANS["table_wise"], sequences=sequences)
+    compress(model, codec="compressed")
+    rank, error = dist.get_rank(), MemoryError("no memory for ids")
+    place = "value_ids" if sequences else "bag_ids"
+    failing = mock.patch.object(output_dists, place, side_effect=error)
+    started = time.monotonic()
+    with failing if rank == 1 else nullcontext():
+        try:
+            looked_up(model, features_of(0, least=1, most=1))
+        except (MemoryError, ExchangeError) as raised:
+            found = raised
+    assert found is error if rank == 1 else "rank 1" in str(found)
+    assert time.monotonic() - started < 20  # the timeout is longer
 
 
 def ranks_go_on_while_rows_are_under_way() -> None:

@@ -40,6 +40,7 @@ from bitslab.integrations.torchrec.output_dists import CompressedDist
 from tests.integrations.torchrec import ranks, torchrec_suite
 from tests.integrations.torchrec.batches import VALUES, bag_configs, batch, configs, joined
 from tests.integrations.torchrec.communication_gradient_ranks import (
+    a_rank_that_cannot_make_ids_keeps_nobody_waiting,
     as_on_a_gpu,
     feedback_costs_nothing_where_nothing_is_rounded,
     ids_are_not_made_where_all_rows_cross,
@@ -566,6 +567,11 @@ for _function in (
     pipelines_train_alike,
 ):
     check(_function.__name__, _function)
+for _options in ({}, SEQUENCES):
+    _name = f"no_memory_for_ids{'-sequences' * bool(_options)}"
+    _given = a_rank_that_cannot_make_ids_keeps_nobody_waiting, bool(_options)
+    check(_name, *_given)
+    check(f"as_on_a_gpu-{_name}", as_on_a_gpu, *_given)
 # The last ones: see test_gpu_communication.py.
 check("inference", looked_up_in_inference_mode, "mixed")
 check("as_on_a_gpu-inference", as_on_a_gpu, looked_up_in_inference_mode, "mixed")
