@@ -75,14 +75,50 @@ def test_raw_rows(depth, width, dtype):
     g = guarded(values(n, width, dtype=dtype, seed=5))
     tiles = TypedTiles.of(BOUNDS, torch.device("cpu"))
     assert kernels.takes(x, depth)
-    options = {"index": index, "scatter": scatter, "scale": scale}
-    for given in ({"index": index}, options):
+    bias = guarded(values(len(BOUNDS) - 1, width, dtype=dtype, seed=6))
+    options = {"index": index, "bias": bias, "scatter": scatter, "scale": scale}
+    for given in ({"index": index}, {"index": index, "bias": bias}, options):
         out = guarded(torch.zeros(n, width, dtype=dtype))
         kernels.product(x, weight, tiles, out, **given)
         close(out, reference(x, weight, BOUNDS, n, **given), dtype)
     found = kernels.gradient(x, g, tiles, depth, index=index)
     assert found.dtype is dtype and not found[0].any() and not found[3].any()
     close(found, gradient_reference(x, g, BOUNDS, index), dtype)
+
+
+@pytest.mark.parametrize("schedule", range(len(SCHEDULES)))
+@pytest.mark.parametrize(("depth", "width"), [(48, 70), (9, 5)], ids=["wide", "odd"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_rows_of_types_are_added_before_products_are_rounded(dtype, depth, width, schedule):
+    """Of integers, which float32 sums in any order without error: each bit is the twin's."""
+    runner = SimtRunner(seed=depth)
+    draw = torch.Generator().manual_seed(depth)
+    x, weight, bias = (
+        torch.randint(-high, high + 1, shape, generator=draw).to(dtype)
+        for high, shape in ((15, (20, depth)), (15, (5, depth, width)), (200, (5, width)))
+    )
+    n, tiles = BOUNDS[-1], TypedTiles.of(BOUNDS, torch.device("cpu"))
+    index = torch.randint(20, (n,), generator=draw)
+    plain = reference(x, weight, BOUNDS, n, index=index)
+    exact = reference(x, weight, BOUNDS, n, index=index, bias=bias)
+    kernels = TypedGemmKernels(runner)
+    run = kernels.prepare_product(tiles, n, (depth,), width, dtype, index, schedule)
+    for given, expected in ((None, plain), (bias, exact)):
+        out = guarded(torch.zeros(n, width, dtype=dtype))
+        guard = None if given is None else guarded(given)
+        kernels.product(x, weight, tiles, out, index=index, bias=guard, schedule=schedule)
+        assert torch.equal(out, expected.to(dtype))
+        assert torch.equal(run(x, weight, guard), out)
+    rounded_twice = plain.to(dtype) + bias.repeat_interleave(torch.tensor(BOUNDS).diff(), 0)
+    assert dtype is not torch.bfloat16 or not torch.equal(rounded_twice, exact.to(dtype))
+
+
+def test_rows_of_types_in_a_part_of_a_matrix_are_added():
+    kernels, tiles = TypedGemmKernels(SimtRunner()), TypedTiles.of(BOUNDS, torch.device("cpu"))
+    x, weight = values(80, 8, dtype=torch.float32), values(5, 8, 6, dtype=torch.float32, seed=1)
+    whole, out = values(5, 3, 6, dtype=torch.float32, seed=2), torch.zeros(80, 6)
+    kernels.product(x, weight, tiles, out, bias=whole[:, 1])
+    close(out, reference(x, weight, BOUNDS, 80, bias=whole[:, 1]), torch.float32)
 
 
 def test_rows_in_order_of_a_part_of_a_matrix():
@@ -132,16 +168,18 @@ def test_prepared_products_of_heads(heads, dtype, chunk_tiles, monkeypatch):
     index = torch.randint(20, (n,), generator=torch.Generator().manual_seed(1))
     x = values(20, *heads, 24, dtype=dtype)
     weight = values(types, *heads, 24, 6, dtype=dtype, seed=1)
+    bias = values(types, *heads, 6, dtype=dtype, seed=3)
     g = values(n, *heads, 6, dtype=dtype, seed=2)
     run = kernels.prepare_product(tiles, n, (*heads, 24), 6, dtype, index)
     gradient = kernels.prepare_gradient(tiles, (*heads, 24), 6, dtype, index)
-    found = run(x, weight), gradient(x, g)
-    assert [out.shape for out in found] == [g.shape, weight.shape]
+    found = run(x, weight), gradient(x, g), run(x, weight, bias)
+    assert [out.shape for out in found] == [g.shape, weight.shape, g.shape]
     assert all(out.dtype is dtype for out in found)
     for h in range(heads[0] if heads else 1):
-        parts = (x[:, h], weight[:, h], g[:, h], found[0][:, h], found[1][:, h])
-        of_x, of_weight, of_g, product, total = parts if heads else (x, weight, g, *found)
+        parts = [t[:, h] if heads else t for t in (x, weight, bias, g, *found)]
+        of_x, of_weight, of_bias, of_g, product, total, added = parts
         close(product, reference(of_x, of_weight, BOUNDS, n, index=index), dtype)
+        close(added, reference(of_x, of_weight, BOUNDS, n, index=index, bias=of_bias), dtype)
         close(total, gradient_reference(of_x, of_g, BOUNDS, index), dtype)
 
 
@@ -198,6 +236,7 @@ def test_products_of_packed_rows_are_those_of_raw_rows_bit_for_bit(
     depth, n, width = raw.shape[1], BOUNDS[-1], 72 if kind == "raw" else 16
     index = torch.randint(45, (n,), generator=torch.Generator().manual_seed(1))
     weight = values(len(BOUNDS) - 1, depth, width, dtype=dtype, seed=2)
+    bias = guarded(values(len(BOUNDS) - 1, width, dtype=dtype, seed=6))
     g = values(n, width, dtype=dtype, seed=5)
     tiles = TypedTiles.of(BOUNDS, torch.device("cpu"))
     runner = SimtRunner(seed=3)
@@ -206,19 +245,19 @@ def test_products_of_packed_rows_are_those_of_raw_rows_bit_for_bit(
     outs = []
     for source in (raw, packed):
         out = torch.zeros(n, width, dtype=dtype)
-        kernels.product(source, weight, tiles, out, index=index)
+        kernels.product(source, weight, tiles, out, index=index, bias=bias)
         outs.append((out, kernels.gradient(source, g, tiles, depth, index=index)))
     counted = counters.clone()
     runner.multiprocessors = 1  # a block takes several tiles
     by_few = torch.zeros(n, width, dtype=dtype)
-    kernels.product(packed, weight, tiles, by_few, index=index)
+    kernels.product(packed, weight, tiles, by_few, index=index, bias=bias)
     assert runner.mailbox[0] == NO_ERROR
     assert torch.equal((counters - counted).view(2, -1).sum(1)[:1], torch.tensor([n]))
     counters = counted
     assert torch.equal(by_few.view(torch.uint8), outs[1][0].view(torch.uint8))
     for found, expected in zip(outs[1], outs[0], strict=True):
         assert torch.equal(found.view(torch.uint8), expected.view(torch.uint8))
-    close(outs[0][0], reference(raw, weight, BOUNDS, n, index=index), dtype)
+    close(outs[0][0], reference(raw, weight, BOUNDS, n, index=index, bias=bias), dtype)
     assert {v for v, _ in runner.launched} >= {variant}
     # The product reads each row once, the gradient once for each block of columns.
     times = 1 + -(-width // TILE_COLUMNS) * -(-depth // GRADIENT_DEPTH)
@@ -246,26 +285,27 @@ def test_schedules_change_no_bit(variant, kind, dtype, row_bytes, number):
     depth, n = raw.shape[1], bounds[-1]
     index = torch.randint(45, (n,), generator=torch.Generator().manual_seed(1))
     weight = guarded(values(len(bounds) - 1, depth, 72, dtype=dtype, seed=2))
+    bias = guarded(values(len(bounds) - 1, 72, dtype=dtype, seed=4))
     scatter = torch.randperm(n, generator=torch.Generator().manual_seed(3))
     tiles = TypedTiles.of(bounds, torch.device("cpu"))
     runner = SimtRunner(seed=3)
     runner.multiprocessors = 1  # blocks take several tiles
     kernels = TypedGemmKernels(runner)
     usual = torch.zeros(n, 72, dtype=dtype)
-    kernels.product(raw, weight, tiles, usual, index=index, scatter=scatter)
-    close(usual, reference(raw, weight, bounds, n, index=index, scatter=scatter), dtype)
+    given = {"index": index, "bias": bias, "scatter": scatter}
+    kernels.product(raw, weight, tiles, usual, **given)
+    close(usual, reference(raw, weight, bounds, n, **given), dtype)
     for source in (raw, packed):
         taken = number in schedules_of(dtype.itemsize, source is packed)
         assert kernels.takes(source, depth, number) == taken
         if not taken:
             continue
         out = guarded(torch.zeros(n, 72, dtype=dtype))
-        options = {"index": index, "scatter": scatter, "schedule": number}
-        kernels.product(source, weight, tiles, out, **options)
+        kernels.product(source, weight, tiles, out, **given, schedule=number)
         assert torch.equal(out.view(torch.uint8), usual.view(torch.uint8))
     run = kernels.prepare_product(tiles, n, (depth,), 72, dtype, index, number)
     assert torch.equal(
-        run(raw, weight)[scatter.argsort()].view(torch.uint8), usual.view(torch.uint8)
+        run(raw, weight, bias)[scatter.argsort()].view(torch.uint8), usual.view(torch.uint8)
     )
     assert runner.mailbox[0] == NO_ERROR
 

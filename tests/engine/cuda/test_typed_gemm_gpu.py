@@ -35,19 +35,24 @@ def test_raw_rows(depth, width, dtype):
     x = values(500, depth, dtype=dtype)
     index = torch.randint(500, (BOUNDS[-1],))
     weight = values(len(BOUNDS) - 1, depth, width, dtype=dtype, seed=2)
+    bias = values(len(BOUNDS) - 1, width, dtype=dtype, seed=6)
     g = values(BOUNDS[-1], width, dtype=dtype, seed=5)
     tiles = TypedTiles.of(BOUNDS, CUDA)
     assert kernels.takes(x.cuda(), depth)
     on_gpu: dict[str, Any] = {"index": index.cuda()}
     runs = []
     for _ in range(3):  # what a race writes changes from run to run
-        out = torch.zeros(BOUNDS[-1], width, dtype=dtype, device=CUDA)
-        kernels.product(x.cuda(), weight.cuda(), tiles, out, **on_gpu)
-        runs.append((out, kernels.gradient(x.cuda(), g.cuda(), tiles, depth, **on_gpu)))
-    close(runs[0][0].cpu(), reference(x, weight, BOUNDS, BOUNDS[-1], index=index), dtype)
-    close(runs[0][1].cpu(), gradient_reference(x, g, BOUNDS, index), dtype)
-    for out, gradient in runs[1:]:
-        assert torch.equal(out, runs[0][0]) and torch.equal(gradient, runs[0][1])
+        outs = []
+        for given in (None, bias.cuda()):
+            outs.append(torch.zeros(BOUNDS[-1], width, dtype=dtype, device=CUDA))
+            kernels.product(x.cuda(), weight.cuda(), tiles, outs[-1], bias=given, **on_gpu)
+        runs.append((*outs, kernels.gradient(x.cuda(), g.cuda(), tiles, depth, **on_gpu)))
+    plain, added, gradient = (found.cpu() for found in runs[0])
+    close(plain, reference(x, weight, BOUNDS, BOUNDS[-1], index=index), dtype)
+    close(added, reference(x, weight, BOUNDS, BOUNDS[-1], index=index, bias=bias), dtype)
+    close(gradient, gradient_reference(x, g, BOUNDS, index), dtype)
+    for again in runs[1:]:
+        assert all(map(torch.equal, again, runs[0]))
 
 
 @pytest.mark.parametrize("host", [False, True], ids=["device", "host"])
@@ -69,6 +74,9 @@ def test_packed_rows_give_the_bits_of_raw_rows(variant, host):
         raw = case.rows.view(dtype).cuda()
         index = torch.randint(200, (BOUNDS[-1],), device=CUDA)
         weight = values(len(BOUNDS) - 1, raw.shape[1], 72, dtype=dtype).cuda()
+        rows: dict[str, Any] = {
+            "index": index, "bias": values(len(BOUNDS) - 1, 72, dtype=dtype, seed=2).cuda()
+        }  # fmt: skip
         g = values(BOUNDS[-1], 72, dtype=dtype, seed=1).cuda()
         found = []
         for source in (
@@ -78,13 +86,13 @@ def test_packed_rows_give_the_bits_of_raw_rows(variant, host):
         ):
             assert kernels.takes(source, raw.shape[1])
             out = torch.zeros(BOUNDS[-1], 72, dtype=dtype, device=CUDA)
-            kernels.product(source, weight, tiles, out, index=index)
+            kernels.product(source, weight, tiles, out, **rows)
             gradient = kernels.gradient(source, g, tiles, raw.shape[1], index=index)
             found.append((out.view(torch.uint8), gradient.view(torch.uint8)))
             for schedule in range(1, len(SCHEDULES)):
                 if kernels.takes(source, raw.shape[1], schedule):
                     again = torch.zeros_like(out)
-                    kernels.product(source, weight, tiles, again, index=index, schedule=schedule)
+                    kernels.product(source, weight, tiles, again, **rows, schedule=schedule)
                     assert torch.equal(again.view(torch.uint8), found[0][0])
         for out, gradient in found[1:]:
             assert torch.equal(out, found[0][0]) and torch.equal(gradient, found[0][1])

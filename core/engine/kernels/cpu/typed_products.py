@@ -34,10 +34,15 @@ def take(x: Rows, index: torch.Tensor) -> torch.Tensor:
 def blocks(
     x: Rows, bounds: Sequence[int], index: torch.Tensor | None, device: torch.device
 ) -> Iterator[tuple[int, int, int, torch.Tensor]]:
-    """Yield type, first and last row, and the rows of x, of up to BLOCK_ROWS rows of one type."""
+    """Yield type, first and last row, and the rows of x, of up to BLOCK_ROWS rows of one type.
+
+    Of a tensor on a GPU whose rows are not gathered, all rows of a type: a block takes a launch.
+    """
+    whole = index is None and isinstance(x, torch.Tensor) and x.is_cuda
     for r, (low, high) in enumerate(zip(bounds, bounds[1:], strict=False)):
-        for begin in range(low, high, BLOCK_ROWS):
-            end = min(begin + BLOCK_ROWS, high)
+        rows = max(high - low, 1) if whole else BLOCK_ROWS
+        for begin in range(low, high, rows):
+            end = min(begin + rows, high)
             if index is not None:
                 yield r, begin, end, take(x, index[begin:end])
             elif isinstance(x, torch.Tensor):
@@ -53,10 +58,13 @@ def multiply_rows(
     out: torch.Tensor,
     *,
     index: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     scatter: torch.Tensor | None = None,
     scale: torch.Tensor | None = None,
 ) -> None:
-    """Multiply rows by the weight of their type: ``out[scatter] = scale * x[index] weight[type]``.
+    """Multiply rows by the weight of their type, and add the type's row of `bias`.
+
+    ``out[scatter] = scale * (x[index] weight[type] + bias[type])``.
 
     Parameters
     ----------
@@ -71,6 +79,8 @@ def multiply_rows(
         ``[rows, M]``, or ``[rows, H, M]``.
     index, scatter : torch.Tensor, optional
         int64 ``[rows]``: the row of x, and of `out`, of each row.
+    bias : torch.Tensor, optional
+        ``[types, M]``, or ``[types, H, M]``.
     scale : torch.Tensor, optional
         ``[rows]``: what each row of the product is multiplied by.
     """
@@ -78,9 +88,14 @@ def multiply_rows(
         rows = decoded.to(weight.dtype).view(end - begin, *weight.shape[1:-1])
         plain = scatter is None and scale is None
         if plain and rows.ndim == 2:
-            torch.mm(rows, weight[r], out=out[begin:end])
+            if bias is None:
+                torch.mm(rows, weight[r], out=out[begin:end])
+            else:
+                torch.addmm(bias[r], rows, weight[r], out=out[begin:end])
             continue
         product = torch.einsum("n...k,...km->n...m", rows, weight[r])
+        if bias is not None:
+            product = product + bias[r]
         if scale is not None:
             product = product * scale[begin:end].view(-1, *(1,) * (product.ndim - 1))
         if scatter is None:

@@ -1,7 +1,8 @@
-// Rows times the weight of their type, and the gradients of these weights. Rows are sorted by type and
-// read by index; a block takes tiles of up to TILE_ROWS rows of one type. With PACKED the rows of a table
-// are rebuilt in shared memory (decode.cuh) where the others are copied to it: from there on both forms
-// are one text, so that their results are the same bits. No raw row is written to device memory.
+// Rows times the weight of their type, plus a row of the type where there is one, and the gradients of
+// the weights. Rows are sorted by type and read by index; a block takes tiles of up to TILE_ROWS rows of
+// one type. With PACKED the rows of a table are rebuilt in shared memory (decode.cuh) where the others are
+// copied to it: from there on both forms are one text, so that their results are the same bits. No raw row
+// is written to device memory.
 // PRODUCT_BLOCKS and COARSENING are a schedule's (typed_products.py), and change no bit of the result.
 // float32 is multiplied on the ordinary units, never as TF32; 16-bit values by tensor cores, summed in
 // float32.
@@ -176,15 +177,20 @@ __device__ __forceinline__ uint4 load_16(const value_t* matrix, i64 stride, i64 
   return make_uint4(w[0], w[1], w[2], w[3]);
 }
 
-// Where a product goes.
+// Where a product goes, and what is added to it: a row of each type, or null.
 struct Target {
   value_t* out;
   i64 stride;
   const i64* scatter;
   const value_t* scale;
+  const value_t* bias;
+  i64 bias_stride;
   int width;
   bool bfloat;
 };
+__device__ __forceinline__ float bias_at(const Target& to, const Tile& t, int column) {
+  return column < to.width ? value_of(__ldg(to.bias + t.type * to.bias_stride + column), to.bfloat) : 0;
+}
 __device__ __forceinline__ void store_value(const Target& to, const Tile& t, int row, int column, float x) {
   if (row >= t.n || column >= to.width) return;
   const i64 from = t.begin + row, at = to.scatter != nullptr ? to.scatter[from] : from;
@@ -281,7 +287,16 @@ __device__ __forceinline__ void multiply_tile(const u8* rows, int row_stride, va
     }
 #endif
   }
+  // Not what sums begin with: the registers of its address would be taken all the while.
 #if VALUE_BYTES == 4
+  if (to.bias != nullptr && part == 0) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      const float added = bias_at(to, t, column + mine + j);
+#pragma unroll
+      for (int i = 0; i < 4 * COARSENING; ++i) sum[i][j] += added;
+    }
+  }
   // The second half of the block's sums are added to those of the first, four rows at a time.
   float* sums = (float*)slices + (threadIdx.x & 127) * 20;  // strides of 80 bytes: banks of their own
 #pragma unroll
@@ -302,6 +317,17 @@ __device__ __forceinline__ void multiply_tile(const u8* rows, int row_stride, va
     }
   }
 #else
+  if (to.bias != nullptr) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float added = bias_at(to, t, column + mine + 8 * (i >> 1) + pair + (i & 1));
+#pragma unroll
+      for (int c = 0; c < COARSENING; ++c) {
+        sum[c][i >> 1][i & 1] += added;
+        sum[c][i >> 1][2 + (i & 1)] += added;
+      }
+    }
+  }
 #pragma unroll
   for (int c = 0; c < COARSENING; ++c)
 #pragma unroll
@@ -413,10 +439,10 @@ __device__ __forceinline__ void add_tile(const u8* rows, int row_stride, const v
 
 extern "C" __global__ void __launch_bounds__(THREADS, PRODUCT_BLOCKS)
     multiply_rows(SOURCE_PARAMETERS, i64 n_tiles, const value_t *__restrict__ weight, i64 weight_stride,
-                  const i64 *__restrict__ scatter, const value_t *__restrict__ scale, value_t *__restrict__ out,
-                  i64 out_stride) {
+                  const value_t *__restrict__ bias, i64 bias_stride, const i64 *__restrict__ scatter,
+                  const value_t *__restrict__ scale, value_t *__restrict__ out, i64 out_stride) {
   SOURCE_BODY
-  const Target to = {out, out_stride, scatter, scale, width, bfloat != 0};
+  const Target to = {out, out_stride, scatter, scale, bias, bias_stride, width, bfloat != 0};
   Walk walk = {tiles, blockIdx.x, n_tiles, gridDim.x};
   begin_rows(s, walk);
   for (; walk.tile < walk.end; walk.tile += walk.step) {

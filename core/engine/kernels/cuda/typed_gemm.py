@@ -34,8 +34,8 @@ RESERVED_BYTES = 4 << 10
 class MultiplyRows(SourceParameters):
     """Parameters of `multiply_rows`.
 
-    Those of the rows that are read; int64 `scatter` ``[rows]``, and `scale` of the rows' dtype, or
-    None.
+    Those of the rows that are read; `bias` of the rows' dtype, int64 `scatter` ``[rows]``, and
+    `scale` of the rows' dtype, or None.
     """
 
     kernel = "multiply_rows"
@@ -43,6 +43,8 @@ class MultiplyRows(SourceParameters):
     n_tiles: Int64
     weight: Address
     weight_stride: Int64
+    bias: Address
+    bias_stride: Int64
     scatter: Address
     scale: Address
     out: Address
@@ -166,13 +168,14 @@ class TypedGemmKernels:
         out: torch.Tensor,
         *,
         index: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
         scatter: torch.Tensor | None = None,
         scale: torch.Tensor | None = None,
         schedule: int = 0,
     ) -> None:
         """Multiply rows by the weight of their type; see `cpu.typed_products.multiply_rows`.
 
-        ``out[scatter] = scale * x[index] weight[type]``.
+        ``out[scatter] = scale * (x[index] weight[type] + bias[type])``.
 
         Parameters
         ----------
@@ -186,6 +189,8 @@ class TypedGemmKernels:
             ``[rows, M]`` of x's dtype, rows contiguous.
         index, scatter : torch.Tensor, optional
             int64 ``[rows]``, contiguous and in range: the row of x, and of `out`, of each row.
+        bias : torch.Tensor, optional
+            ``[types, M]`` of x's dtype, rows contiguous: what products are added to, as float32.
         scale : torch.Tensor, optional
             ``[rows]`` of x's dtype, contiguous: what each row of the product is multiplied by.
         schedule : int
@@ -202,6 +207,8 @@ class TypedGemmKernels:
             "n_tiles": n_tiles,
             "weight": weight,
             "weight_stride": weight.stride(0),
+            "bias": bias,
+            "bias_stride": 0 if bias is None else bias.stride(0),
             "scatter": scatter,
             "scale": scale,
             "out": out,
@@ -252,8 +259,8 @@ class TypedGemmKernels:
         dtype: torch.dtype,
         index: torch.Tensor | None = None,
         schedule: int = 0,
-    ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-        """Return `product` of plain rows as ``run(x, weight)``: all but addresses is bound once.
+    ) -> Callable[..., torch.Tensor]:
+        """Return `product` of plain rows as ``run(x, weight, bias=None)``, bound but for addresses.
 
         Parameters
         ----------
@@ -262,7 +269,8 @@ class TypedGemmKernels:
         n_rows : int
             Rows of the result.
         shape : tuple of int
-            Of a row of x: ``[K]``, or ``[H, K]`` with weights ``[types, H, K, M]``.
+            Of a row of x: ``[K]``, or ``[H, K]`` with weights ``[types, H, K, M]`` and bias rows
+            ``[types, H, M]``.
         width : int
             M.
         dtype : torch.dtype
@@ -277,21 +285,27 @@ class TypedGemmKernels:
             grid = min(n_tiles, self._runner.multiprocessors * SCHEDULES[schedule].blocks)
             fixed: dict[str, Value] = {
                 "tiles": cut, "width": width, "n_tiles": n_tiles, "scatter": None, "scale": None,
-                "weight_stride": n * depth * width, "out_stride": n * width,
+                "weight_stride": n * depth * width, "bias_stride": n * width,
+                "out_stride": n * width,
             }  # fmt: skip
             rows = torch.empty(1, n * depth, dtype=dtype, device="meta")
             source = RowSource(rows, depth, index, schedule)
             start = self._bound(MultiplyRows, grid, source, fixed)
 
-        def run(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        def run(
+            x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        ) -> torch.Tensor:
             out = torch.empty(of_result, dtype=dtype, device=device)
             if start is not None:
                 x, weight = x.contiguous(), weight.contiguous()
+                bias = None if bias is None else bias.contiguous()
+                bias_at = 0 if bias is None else bias.data_ptr()
                 x_at, weight_at, out_at = x.data_ptr(), weight.data_ptr(), out.data_ptr()
                 for _ in range(n):
-                    start(x_at, weight_at, out_at)
+                    start(x_at, weight_at, bias_at, out_at)
                     x_at += depth * size
                     weight_at += depth * width * size
+                    bias_at += width * size if bias_at else 0
                     out_at += width * size
             return out
 
