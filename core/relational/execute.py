@@ -20,7 +20,8 @@ from ..engine.kernels.cpu.typed_products import take
 from .graph import Hop, RelationalGraph
 from .kernel_steps import KernelSteps, Run
 from .products import Products
-from .steps import Step
+from .steps import BY_INDEX, Step
+from .type_sums import levels_of
 
 if TYPE_CHECKING:
     from ..engine.kernels.cuda import CudaKernels
@@ -76,7 +77,7 @@ class Schedule:
 
     def gathers(self, step: Step) -> bool:
         """Return whether a GEMM reads its first argument by index."""
-        gathered = step.op in ("typed_linear", "weight_grad") and step.args[0].op == "gather"
+        gathered = step.op in BY_INDEX and step.args[0].op == "gather"
         if not gathered or id(step.args[0]) in self._given:
             return False
         return self.fuse or step.args[0].args[0].op == "packed"
@@ -249,6 +250,17 @@ class Machine(Products):
                 values = values * scale[:, :, None]
             out = torch.segment_reduce(values, "sum", offsets=starts, axis=0, initial=0)
         return out.to(x.dtype).reshape(len(out), *step.shape)
+
+    def type_sum(self, step: Step, g: torch.Tensor) -> torch.Tensor:
+        """Sum the rows of each type, of relations or nodes."""
+        rows = _wide(g).reshape(len(g), 1, step.width).contiguous()
+        one = rows.new_empty(0, 1)  # no weights
+        for starts, columns in levels_of(self.graph, step.args[0].space):
+            if self.loops and _looped(rows) and step.width:
+                rows = self.loops.sum_segments(starts, columns, columns, one, rows)
+            else:
+                rows = torch.segment_reduce(rows, "sum", offsets=starts, axis=0, initial=0)
+        return rows.to(g.dtype).reshape(len(rows), *step.shape)
 
     def hop_dot(self, step: Step, to: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """Return the dot products of each edge's rows at both ends."""

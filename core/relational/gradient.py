@@ -77,6 +77,8 @@ def _gather(s: Steps, step: Step, g: Step) -> Gradients:
     (source,) = step.attrs
     if step.space == "edge":
         return (_from_edges(s, g, source),)
+    if s.in_order(step.space, source):
+        return (s.type_sum(g, source, step.shape),)
     return (s.hop_sum(f"gather:{step.space}<{source}", True, g),)
 
 
@@ -106,8 +108,8 @@ def _typed_product(s: Steps, x: Step, weight: Step, g: Step) -> Gradients:
 
 
 def _typed_linear_add(s: Steps, step: Step, g: Step) -> Gradients:
-    bias, x, weight = step.args
-    return s.make("type_sum", (g,), bias.space, bias.shape), *_typed_product(s, x, weight, g)
+    x, weight, bias = step.args
+    return *_typed_product(s, x, weight, g), s.type_sum(g, bias.space, bias.shape)
 
 
 def _weight_product(s: Steps, step: Step, g: Step) -> Gradients:

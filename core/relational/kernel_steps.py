@@ -19,7 +19,8 @@ from ..engine.kernels.cuda.typed_gemm import TypedTiles
 from ..engine.kernels.typed_products import PRODUCT_DTYPES, SCHEDULES, PackedRows
 from .graph import BATCH_RELATIONS, RelationalGraph
 from .product_ways import fastest_product
-from .steps import Step
+from .steps import BY_INDEX, Step
+from .type_sums import levels_of
 
 if TYPE_CHECKING:
     from ..engine.kernels.cuda import CudaKernels
@@ -65,8 +66,10 @@ class KernelSteps:
         """
         if any(math.prod(each.shape) == 0 for each in (step, *step.args)):
             return None
-        if step.op in ("typed_linear", "weight_grad"):
+        if step.op in BY_INDEX:
             return self._product(step, index)
+        if step.op == "type_sum":
+            return self._converted(self._type_sum(step))
         if step.op == "hop_sum":
             return self._converted(self._hop_sum(step))
         if step.op == "hop_dot":
@@ -88,6 +91,16 @@ class KernelSteps:
         entries = self.graph.hop(name).by_row(transposed)
         width = step.width // heads
         return self.kernels.segments.prepare_sum(*entries, heads, width, self._wide, step.shape)
+
+    def _type_sum(self, step: Step) -> Run:
+        found = levels_of(self.graph, step.args[0].space)
+        runs = [
+            self.kernels.segments.prepare_sum(
+                starts, columns, columns, 1, step.width, self._wide, step.shape
+            )
+            for starts, columns in found
+        ]
+        return lambda g: functools.reduce(lambda rows, run: run(rows), runs, g)
 
     def _hop_dot(self, step: Step) -> Run:
         (name,) = step.attrs
@@ -111,13 +124,13 @@ class KernelSteps:
         return self._softmaxes[key]
 
     def _product(self, step: Step, index: torch.Tensor | None) -> Run | None:
-        x, other = step.args
+        x = step.args[0]
         bounds = self.graph.rows(x.space).bounds
         source = x.args[0] if x.op == "gather" else x
         if bounds is None or source.op == "packed":
             return None
         run = self._typed(step, bounds, index)
-        if step.op != "typed_linear" or len(x.shape) != 1:
+        if step.op == "weight_grad" or len(x.shape) != 1:
             return run
         ways: dict[str, Any] = {}
         if run is not None:
@@ -135,7 +148,7 @@ class KernelSteps:
         self, step: Step, bounds: list[int], index: torch.Tensor | None, schedule: int = 0
     ) -> Run | None:
         """Return the kernel of a product, or None where torch is to run it."""
-        x, other = step.args
+        x, other = step.args[:2]
         space, typed = x.space, self.kernels.typed
         if index is None and (self.tf32 or len(bounds) - 1 < BATCH_RELATIONS):
             return None

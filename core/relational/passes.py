@@ -33,6 +33,9 @@ ROWS_OF = {
     "s": "src", "d": "dst", "e": "edge", "r": "relation", "p": "src_type", "q": "dst_type"
 }  # fmt: skip
 
+#: Products of packed rows, and which of their arguments these are.
+PACKED_ROWS = {"typed_linear": 0, "typed_linear_add": 0, "linear": 0, "linear_add": 1}
+
 
 @dataclass(frozen=True)
 class Passes:
@@ -98,12 +101,13 @@ class Lowering:
                 source = read.args[0] if read.op == "gather" else read
                 if source.op != "packed":
                     continue
-                by_index, whole = ("typed_linear", 0), (("linear", 0), ("linear_add", 1))
                 if read.op != "gather" and step.op == "gather":
                     continue
-                if (step.op, place) not in (by_index, *(whole if read.op != "gather" else ())):
-                    product = step.op in ("typed_linear", "linear", "linear_add")
-                    what = f"the weight of {step.op}" if product else f"read by {step.op}"
+                rows = PACKED_ROWS.get(step.op)
+                whole = step.op in ("linear", "linear_add")
+                if rows != place or (whole and read.op == "gather"):
+                    weight = rows is not None and place == rows + 1
+                    what = f"the weight of {step.op}" if weight else f"read by {step.op}"
                     raise ArgumentError(
                         f"input {source.attrs[0]!r} is packed and {what}; accepted are rows of "
                         "typed_linear and @, or decode it first"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from .graph import RelationalGraph, length_of_batch
 from .kernel_steps import tiles_of
 from .packed_products import PackedProducts
 from .steps import Step
+from .type_sums import levels
 
 if TYPE_CHECKING:
     from ..engine.kernels.cuda import CudaKernels
@@ -121,22 +121,18 @@ class Products:
         return self._product(space, bounds, x, weight, step, index)
 
     def typed_linear_add(
-        self, step: Step, bias: torch.Tensor, x: torch.Tensor, weight: torch.Tensor
+        self,
+        step: Step,
+        x: Any,
+        weight: torch.Tensor,
+        bias: torch.Tensor,
+        index: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Multiply each node by its type's weight, and add its type's row."""
-        bounds = self.graph.rows(step.space).bounds
+        """Multiply each row by its relation's or type's weight, and add a row of the same."""
+        space = step.args[0].space
+        bounds = self.graph.rows(space).bounds
         assert bounds is not None
-        out = weight.new_empty(bounds[-1], *step.shape)
-        for r, (begin, end) in enumerate(itertools.pairwise(bounds)):
-            torch.addmm(bias[r], x[begin:end], weight[r], out=out[begin:end])
-        return out
-
-    def type_sum(self, step: Step, g: torch.Tensor) -> torch.Tensor:
-        """Sum over the nodes of each type."""
-        bounds = self.graph.rows(step.args[0].space).bounds
-        assert bounds is not None
-        sizes = [end - begin for begin, end in itertools.pairwise(bounds)]
-        return torch.stack([rows.sum(0) for rows in torch.split(g, sizes)])
+        return self._product(space, bounds, x, weight, step, index, bias)
 
     def weight_product(
         self, step: Step, weight: torch.Tensor, matrix: torch.Tensor
@@ -245,13 +241,17 @@ class Products:
         weight: torch.Tensor,
         step: Step,
         index: torch.Tensor | None,
+        bias: torch.Tensor | None = None,
     ) -> torch.Tensor:
         out = weight.new_empty(bounds[-1], *step.shape)
 
         def multiply(source: Any, rows: torch.Tensor | None, schedule: int = 0) -> None:
             assert self.kernels is not None
             tiles, typed = tiles_of(self.graph, space, bounds), self.kernels.typed
-            typed.product(source, weight.contiguous(), tiles, out, index=rows, schedule=schedule)
+            added = None if bias is None else bias.contiguous()
+            typed.product(
+                source, weight.contiguous(), tiles, out, index=rows, bias=added, schedule=schedule
+            )
 
         heads = weight.ndim > 3
         if self.packed is not None and not heads and _is_packed(x, weight.dtype):
@@ -259,26 +259,37 @@ class Products:
             if self.packed.run(x, bounds[-1], weight.shape[-2], index, what, multiply, True):
                 return out
         if 1 in weight.shape[-2:] and self._loops_take(x, weight):
-            by_loops = self._dots if weight.shape[-1] == 1 else self._multiples
-            relation = self._relations(space)
-            if isinstance(x, torch.Tensor):
-                return by_loops(relation, x, weight, step, index)
-            ends = [*range(0, len(relation), BLOCK_ROWS), len(relation)]
-            decoded = self._decoded(x, index, ends)
-            parts = [by_loops(relation[b:e], rows, weight, step, None) for b, e, rows in decoded]
-            return torch.cat(parts)
+            out = self._by_loops(self._relations(space), x, weight, step, index)
+            return out if bias is None else out.add_(bias[self._relations(space)])
         padding = None if heads else self._padded(space, bounds)
         if padding is None:
-            typed_products.multiply_rows(x, weight, bounds, out, index=index)
+            typed_products.multiply_rows(x, weight, bounds, out, index=index, bias=bias)
             return out
         rows = padding.pad(x, index, clear=False).to(weight.dtype)
-        return padding.unpad(torch.bmm(rows, weight))
+        if bias is None:
+            return padding.unpad(torch.bmm(rows, weight))
+        return padding.unpad(torch.baddbmm(bias.unsqueeze(1), rows, weight))
 
     # On a CPU: matrices of one column, or of one row
 
     def _loops_take(self, x: Any, other: torch.Tensor) -> bool:
         wide = x.dtype is other.dtype and x.dtype in (torch.float32, torch.float64)
         return self.loops is not None and wide and 0 not in x.shape and other.numel() > 0
+
+    def _by_loops(
+        self,
+        relation: torch.Tensor,
+        x: Any,
+        weight: torch.Tensor,
+        step: Step,
+        index: torch.Tensor | None,
+    ) -> torch.Tensor:
+        run = self._dots if weight.shape[-1] == 1 else self._multiples
+        if isinstance(x, torch.Tensor):
+            return run(relation, x, weight, step, index)
+        ends = [*range(0, len(relation), BLOCK_ROWS), len(relation)]
+        decoded = self._decoded(x, index, ends)
+        return torch.cat([run(relation[b:e], rows, weight, step, None) for b, e, rows in decoded])
 
     def _decoded(
         self, x: Any, index: torch.Tensor | None, ends: Sequence[int]
@@ -339,7 +350,10 @@ class Products:
         self, bounds: Sequence[int], x: Any, g: torch.Tensor, step: Step, index: torch.Tensor | None
     ) -> torch.Tensor:
         """Return for each relation the sum of its rows, each times its one element of g."""
-        starts, relations = self.graph.once(("pieces", tuple(bounds)), lambda: _pieces(bounds))
+        pieces, *more = self.graph.once(
+            ("pieces", tuple(bounds)), lambda: levels(bounds, BLOCK_ROWS, self.graph.device)
+        )
+        starts = pieces[0]
         elements = g.reshape(len(g), -1).contiguous()
         if isinstance(x, torch.Tensor):
             parts = self._sums_of_pieces(starts, x, elements, step, index)
@@ -351,9 +365,9 @@ class Products:
                 sums.append(self._sums_of_pieces(of_block, rows, elements[begin:end], step, None))
                 first = last
             parts = torch.cat(sums)
-        if relations is not None:
-            out = parts.new_zeros(len(bounds) - 1, *parts.shape[1:])
-            parts = out.index_add_(0, relations, parts)
+        for of_types, columns in more:
+            none = parts.new_empty(0, parts.shape[1])
+            parts = self.loops.sum_segments(of_types, columns, columns, none, parts)
         return parts.reshape(len(bounds) - 1, *step.shape)
 
     def _sums_of_pieces(
@@ -412,17 +426,3 @@ class Products:
 def _is_packed(x: Any, dtype: torch.dtype) -> bool:
     """Return whether rows are packed, and of a dtype."""
     return x.dtype is dtype and not isinstance(x, torch.Tensor)
-
-
-def _pieces(bounds: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the starts of pieces of relations, and the relation of each, which threads share.
-
-    A sum is one thread's: that of a long relation is made of several. None where each is whole.
-    """
-    counts = (torch.tensor(bounds).diff() + BLOCK_ROWS - 1).div(BLOCK_ROWS, rounding_mode="floor")
-    counts.clamp_(min=1)
-    relations = torch.arange(len(counts)).repeat_interleave(counts)
-    place = torch.arange(len(relations)) - (counts.cumsum(0) - counts)[relations]
-    starts = torch.tensor(bounds)[relations] + BLOCK_ROWS * place
-    starts = torch.cat([starts, torch.tensor(bounds[-1:])])
-    return starts, None if len(relations) == len(counts) else relations

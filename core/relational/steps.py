@@ -1,9 +1,9 @@
 """The second level: steps on rows of known spaces, each an instance of a template.
 
-- GEMM, ``Y = X[gather] W[type]`` by slices of rows of one relation, or nodes of one type:
+- GEMM, ``Y = X[gather] W[type] + B[type]`` by slices of rows of one relation, or nodes of one type:
   `typed_linear`, `typed_linear_add`, `weight_grad`.
 - Traversal, a loop over the entries of each row of a sparse matrix: `hop_sum`, `hop_dot`,
-  `softmax`, `softmax_grad`.
+  `type_sum`, `softmax`, `softmax_grad`.
 - torch, one of its operators: all others.
 
 Steps are made by `Steps`, which knows shapes and finds a step that was made before.
@@ -25,8 +25,14 @@ Shape = tuple[int, ...]
 
 TEMPLATES = {
     **dict.fromkeys(("typed_linear", "typed_linear_add", "weight_grad"), "GEMM"),
-    **dict.fromkeys(("hop_sum", "hop_dot", "softmax", "softmax_grad"), "traversal"),
+    **dict.fromkeys(("hop_sum", "hop_dot", "type_sum", "softmax", "softmax_grad"), "traversal"),
 }
+
+#: Products that read their first argument by index.
+BY_INDEX = ("typed_linear", "typed_linear_add", "weight_grad")
+
+#: Spaces whose rows stand relation after relation.
+BY_RELATION = ("pair_src", "pair_dst", "typed_edge")
 
 
 @dataclass(eq=False)
@@ -207,11 +213,11 @@ class Steps:
         return self.make("linear", (x, weight), x.space, (*x.shape[:-1], weight.shape[1]))
 
     def plus(self, x: Step, y: Step) -> Step:
-        """Return a sum of rows; of a product with a shared weight it is one operator."""
+        """Return a sum of rows; of a product and what it can be added to it is one operator."""
         for rest, product in ((x, y), (y, x)):
-            if product.op == "typed_linear" and self._is_bias(rest, product):
-                args = (rest.args[0], *product.args)
-                return self.make("typed_linear_add", args, product.space, product.shape)
+            found = self._typed_linear_add(rest, product)
+            if found is not None:
+                return found
             of_rows = product.op == "linear" and product.space != "shared"
             # One row for all is added to rows of one dimension.
             spaces = (product.space, "shared") if len(product.shape) == 1 else (product.space,)
@@ -220,11 +226,35 @@ class Steps:
                 return self.make("linear_add", args, product.space, product.shape)
         return self.elementwise("add", (x, y))
 
-    def _is_bias(self, rest: Step, product: Step) -> bool:
-        """Return whether rows are one for each type of nodes that a product is of."""
+    def _typed_linear_add(self, rest: Step, product: Step) -> Step | None:
+        """Return a typed product plus rows, if these are one for each relation or type of nodes.
+
+        Between both the product may have been gathered and split to heads: that comes last then.
+        """
+        views, shape = [], product.shape
+        while product.op in ("gather", "reshape"):
+            views.append(product)
+            product = product.args[0]
+        if product.op != "typed_linear" or rest.op != "gather" or rest.shape != shape:
+            return None
         x, weight = product.args
-        one = rest.op == "gather" and rest.args[0].space == weight.space in TYPE_SPACES
-        return one and rest.shape == product.shape and len(rest.shape) == 1 and x.op != "packed"
+        (bias,) = rest.args
+        if bias.space != weight.space or not self.in_order(product.space, bias.space):
+            return None
+        args = (x, weight, self.reshape(bias, product.shape))
+        found = self.make("typed_linear_add", args, product.space, product.shape)
+        for view in reversed(views):
+            gathered = view.op == "gather"
+            found = self.gather(found, view.space) if gathered else self.reshape(found, view.shape)
+        return found
+
+    def in_order(self, space: str, types: str) -> bool:
+        """Return whether rows of a space stand type after type, of relations or types of nodes."""
+        return space in BY_RELATION if types == "relation" else TYPE_SPACES.get(types) == space
+
+    def type_sum(self, g: Step, types: str, shape: Shape) -> Step:
+        """Return for each type the sum of its rows, which stand type after type."""
+        return self.make("type_sum", (g,), types, shape)
 
     def hop_sum(self, name: str, transposed: bool, x: Step, weight: Step | None = None) -> Step:
         """Return the sum over each row's entries of a matrix, weighted by edge values ``[.., 1]``.
@@ -260,10 +290,10 @@ class Steps:
             matrix = step.args[1]
             return self.rows("relation") * step.width * matrix.shape[-2] * multiply + call
         if step.op in ("typed_linear", "typed_linear_add", "linear", "linear_add"):
-            x, weight = step.args[-2:]
+            x, weight = step.args[1:] if step.op == "linear_add" else step.args[:2]
             rows = self.rows(step.space)
             if weight.space != "shared":
-                by_index = x.op == "gather" and step.op == "typed_linear"
+                by_index = x.op == "gather"
                 call += self.costs.products(self.rows(weight.space), by_index) * product
             moved = rows * (x.width + step.width) * copy
             return rows * x.width * weight.shape[-1] * multiply + moved + call

@@ -107,6 +107,7 @@ _MAKE: dict[str, Any] = {
     "sub": lambda g, x, v, i, j: v[i] - v[j],
     "mul": lambda g, x, v, i, j: v[i] * v[j],
     "div": lambda g, x, v, i, j: v[i] / (v[j] * v[j] + 1.5),
+    "add_relation": lambda g, x, v, i, b: v[i] + g.relation(x[b]),
     "add_shared": lambda g, x, v, i, w: v[i] + rel.shared(x[w]),
     "mul_shared": lambda g, x, v, i, w: v[i] * rel.shared(x[w]),
     "exp_shared": lambda g, x, v, i, w: v[i] * rel.exp(rel.shared(x[w]) * 0.1),
@@ -181,7 +182,9 @@ def _operator(draw: Any, made: Drawn) -> None:
     elif op == "typed_linear":
         wide = (*shape[:-1], draw(st.sampled_from(WIDTHS)))
         weight = (*shape[:-1], shape[-1], wide[-1])
-        made.add(wide, degree + 1, op, i, made.input(draw, "r", weight))
+        product = made.add(wide, degree + 1, op, i, made.input(draw, "r", weight))
+        if draw(st.booleans()):
+            made.add(wide, degree + 1, "add_relation", product, made.input(draw, "r", wide))
     elif op == "linear_of_shared":
         names = made.input(draw, " ", (4,)), made.input(draw, " ", (4, *shape))
         made.add(shape, degree + 1, op, i, *names)

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import bitslab
+import bitslab.relational as rel
 from bitslab.engine.kernels.typed_products import SCHEDULES
 from bitslab.relational import Passes, RelationalGraph, product_ways
 from bitslab.relational.steps import Costs
@@ -95,7 +96,6 @@ def test_no_raw_row_is_written_to_device_memory():
     x = torch.randn(20_000, 512).bfloat16().float()  # 40 MB raw
     table = bitslab.CompressedTable.from_tensor(x, progress=False)
     weight = torch.randn(2, 512, 8, device="cuda", requires_grad=True)
-    import bitslab.relational as rel
 
     @rel.program
     def messages(g, x, weight):
@@ -147,6 +147,37 @@ def test_hgt_of_features_gives_the_results_of_the_cpu(heads, reorder, monkeypatc
         for a, b in zip(run(program, there, on_device), expected, strict=True):
             scale = 1 + float(b.detach().abs().max())
             torch.testing.assert_close(a.cpu().double(), b, rtol=0, atol=tolerance * scale)
+    with waiting_raises():
+        run(program, there, on_device)
+
+
+@rel.program
+def biased(g, x, weight, bias):
+    return rel.sum_to_dst(rel.typed_linear(g.src(x), weight) + g.relation(bias))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [(), (3,)], ids=str)
+def test_rows_of_relations_are_added_and_their_gradients_summed_by_pieces(heads, dtype):
+    graph = random_graph(0, 4000, 4000, 60_000, 5)
+    draw = torch.Generator().manual_seed(0)
+    shapes = (4000, *heads, 16), (5, *heads, 16, 24), (5, *heads, 24)
+    inputs = {
+        name: torch.randn(shape, generator=draw, dtype=torch.float64)
+        for name, shape in zip(biased.names, shapes, strict=True)
+    }
+    inputs = {k: x.to(dtype).double() for k, x in inputs.items()}
+    program, there = biased.compile(Passes(sides=False)), on_gpu(graph)
+    expected = run(program, graph, inputs)
+    on_device = {k: x.to("cuda", dtype) for k, x in inputs.items()}
+    explained = program.explain(there, *on_device.values())
+    assert "typed_linear_add" in explained
+    again = [run(program, there, on_device) for _ in range(2)]
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 3e-2}[dtype]
+    for a, b, c in zip(*again, expected, strict=True):
+        assert torch.equal(a, b)
+        scale = 1 + float(c.detach().abs().max())
+        torch.testing.assert_close(a.cpu().double(), c, rtol=0, atol=tolerance * scale)
     with waiting_raises():
         run(program, there, on_device)
 

@@ -22,10 +22,14 @@ from bitslab.relational import (
     kernel_steps,
     packed_products,
     product_ways,
+    type_sums,
 )
 from bitslab.relational.program import tf32_allowed
+from bitslab.relational.steps import Costs
 from tests.relational.oracle import evaluate, random_graph
 from tests.relational.programs import PROGRAMS, inputs_of, rgat, rgcn
+from tests.relational.test_node_types import hgt, typed_graph
+from tests.relational.test_node_types import inputs_of as typed_inputs
 from tests.relational.test_program import values_and_gradients
 from tests.simt.runner import simt_kernels
 
@@ -219,6 +223,27 @@ def test_rows_of_nodes_and_of_heads_are_rebuilt_or_decoded(kind, kernels, monkey
         assert bool(packed) == (len(leaves) == 2)
 
 
+@pytest.mark.parametrize("kind", ["table", "cache"])
+def test_rows_of_relations_are_added_to_products_of_packed_rows(kind, kernels, monkeypatch):
+    @rel.program
+    def biased(g, x, weight, bias):
+        return rel.sum_to_dst(rel.typed_linear(g.src(x), weight) + g.relation(bias))
+
+    layer = PackedLayer(kind, monkeypatch)
+    monkeypatch.setattr(packed_products, "fastest_way", choosing(SCHEDULES[0].name))
+    leaves = [layer.others[0].requires_grad_(), torch.randn(3, 6).requires_grad_()]
+    found = []
+    for x in (layer.x, layer.packed):
+        kernels.launched.clear()
+        out = biased.compile()(layer.graph, x, *leaves)
+        found.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
+    assert any(v.name.startswith("typed_gemm-4B") for v, _ in kernels.launched)
+    assert "typed_linear_add" in biased.compile().explain(layer.graph, layer.packed, *leaves)
+    assert torch.equal(found[0][0], found[1][0])  # the same kernel over raw rows
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("number", schedules_of(2, packed=True))
 def test_cached_rows_are_rebuilt_by_the_schedule_that_was_fastest(number, kernels, monkeypatch):
     layer = PackedLayer("cache", monkeypatch, torch.bfloat16)
@@ -250,6 +275,41 @@ def test_large_products_of_plain_rows_have_the_schedule_that_was_fastest(kernels
         }
         assert settings == {(schedule.tile_rows, schedule.blocks)}
     assert all(torch.equal(out, found[0]) for out in found)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_rows_of_types_are_added_in_the_product_by_every_schedule(heads, kernels, monkeypatch):
+    costs = dict.fromkeys(("cpu", "cuda"), Costs(1.0, kernels=True))
+    monkeypatch.setattr("bitslab.relational.steps.COSTS", costs)
+    monkeypatch.setattr(product_ways, "can_measure", lambda device: True)
+    monkeypatch.setattr(product_ways, "LARGE_ROWS", 1)
+    monkeypatch.setattr(type_sums, "PIECE_ROWS", 4)
+    program, found = hgt(heads, True).program, []
+    for schedule in SCHEDULES:
+        monkeypatch.setattr(product_ways, "fastest_way", choosing(schedule.name))
+        made = typed_graph(sizes=(900, 600, 300), edges=40)
+        # Small: the reference takes exponentials of all logits less each destination's largest.
+        drawn = [
+            (0.3 * t).detach().requires_grad_()
+            for t in typed_inputs(made, heads, True, dtype=torch.float32)
+        ]
+        inputs = dict(zip(program.names, drawn, strict=True))
+        compiled = program.compile()
+        explained = compiled.explain(made, *drawn)
+        forward = explained.partition("\nforward\n")[2].partition("\nbackward\n")[0]
+        added = [line for line in forward.splitlines() if "typed_linear_add" in line]
+        assert sum("# pair_src" in line for line in added) == 2 and " = add(" not in forward
+        kernels.launched.clear()
+        found.append(values_and_gradients((compiled(made, *drawn),), inputs))
+        products = [v for v, name in kernels.launched if name == "multiply_rows"]
+        blocks = {dict(v.settings)["PRODUCT_BLOCKS"] for v in products}
+        assert schedule.blocks in blocks
+    expected = values_and_gradients(evaluate(program, made, inputs), inputs)
+    for results in found:
+        for a, b, c in zip(results, found[0], expected, strict=True):
+            assert torch.equal(a, b)
+            scale = 1 + float(c.detach().abs().max())
+            torch.testing.assert_close(a, c, rtol=1e-5, atol=1e-4 * scale)
 
 
 @pytest.mark.parametrize("fuse", [True, False], ids=["fused", "gathered"])

@@ -12,9 +12,19 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bitslab.relational import HGT, TYPED_MEAN, CompiledProgram, execute, graph, rgat
+from bitslab.relational import (
+    HGT,
+    TYPED_MEAN,
+    CompiledProgram,
+    execute,
+    graph,
+    hgt_of_features,
+    rgat,
+)
+from bitslab.relational.steps import Costs
 from tests.forked import run_forked
 from tests.relational.oracle import random_graph
+from tests.relational.test_node_types import inputs_of, typed_graph
 from tests.simt.runner import simt_kernels
 
 #: Counts the calls of a forward pass, and of one with its backward pass. In a process of its own:
@@ -126,6 +136,26 @@ PROGRAMS: dict[str, tuple[list[tuple[int, ...]], tuple[int, int]]] = {
         (5, 17),
     ),
 }
+
+
+@pytest.mark.parametrize(("heads", "most"), [(1, (16, 53)), (2, (20, 61))])
+def test_launches_of_products_of_weights(
+    heads: int, most: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HGT's bias rows are added in the products whose weights were multiplied by matrices."""
+    found, runner = simt_kernels()
+    monkeypatch.setattr(execute, "gpu_kernels", lambda device: found)
+    monkeypatch.setattr(graph, "read_at_once", lambda device: True)
+    costs = dict.fromkeys(("cpu", "cuda"), Costs(1.0, kernels=True))
+    monkeypatch.setattr("bitslab.relational.steps.COSTS", costs)
+    made = typed_graph(sizes=(900, 600, 300), edges=40)
+    program = hgt_of_features(heads, True)
+    assert program is not None
+    inputs = inputs_of(made, heads, True, dtype=torch.float32)
+    assert "weight_product" in program.explain(made, *inputs)
+    launches_of(program, made, inputs, runner)  # compiles
+    forward, backward = launches_of(program, made, inputs, runner)
+    assert 0 < forward <= most[0] and 0 < backward <= most[1], (forward, backward)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

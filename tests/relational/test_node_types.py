@@ -13,6 +13,7 @@ import bitslab.relational as rel
 from bitslab import CompressedTable
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.relational import NodeTypes, Passes
+from bitslab.relational.passes import cost_of
 from bitslab.relational.steps import Costs
 from bitslab.relational.trace import described
 from tests.relational.oracle import evaluate
@@ -84,6 +85,54 @@ def test_products_of_weights_give_the_result_of_projected_rows(biased, heads, mo
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
     assert "weight_product" in program.compile().explain(graph, *inputs.values())
+
+
+@pytest.mark.parametrize("copies", [0.0, 1.0], ids=["multiplied", "copied"])
+@pytest.mark.parametrize("sizes", [(900, 600, 300), (9, 6, 3)], ids=str)
+def test_rows_of_types_cost_no_pass_over_pairs(sizes, copies, monkeypatch):
+    """They are added in the product, and projections are multiplied first where that is cheaper."""
+    costs = dict.fromkeys(("cpu", "cuda"), Costs(1.0, 1.0, copies))
+    monkeypatch.setattr("bitslab.relational.steps.COSTS", costs)
+    graph = typed_graph(sizes=sizes, edges=200)
+    predicted = {}
+    for biased in (False, True):
+        inputs = inputs_of(graph, 2, biased)
+        for reorder in (False, True):
+            compiled = hgt(2, biased).program.compile(Passes(reorder=reorder))
+            plan = compiled.plan(graph, inputs)
+            predicted[biased, reorder] = cost_of(plan.lowering)
+        assert predicted[biased, True] <= predicted[biased, False]
+        steps = [step.op for step in plan.forward.order]
+        assert ("weight_product" in steps) == (predicted[biased, True] < predicted[biased, False])
+        assert steps.count("typed_linear_add") == 3 * biased and "add" not in steps
+    added = predicted[True, True] - predicted[False, True]
+    relations, pairs, out, heads = graph.num_relations, graph.rows("pair_src").n, 6, 2
+    # Rows of relations times their matrices, for keys and values: read, gathered, multiplied.
+    most = 2 * relations * (out * out / heads + 4 * out * copies)
+    assert 0 <= added <= most and most < 2 * pairs * out * (2 * copies + 3)
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_bias_that_a_typed_product_reads_is_added_in_it(heads):
+    @rel.program
+    def biased(g, x, weight, bias):
+        message = rel.typed_linear(rel.split(g.src(x), heads), weight) + g.relation(bias)
+        return rel.sum_to_dst(message)
+
+    graph = typed_graph()
+    draw = torch.Generator().manual_seed(0)
+    shapes = [(18, 2 * heads), (5, heads, 2, 3), (5, heads, 3)]
+    inputs = {
+        name: torch.randn(shape, generator=draw, dtype=torch.float64, requires_grad=True)
+        for name, shape in zip(biased.names, shapes, strict=True)
+    }
+    expected = values_and_gradients(evaluate(biased, graph, inputs), inputs)
+    for backend in ("auto", "torch"):
+        compiled = biased.compile(Passes(sides=False), backend)
+        assert "typed_linear_add" in compiled.explain(graph, *inputs.values())
+        out = compiled(graph, *inputs.values())
+        for a, b in zip(values_and_gradients((out,), inputs), expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
 def test_rows_are_projected_first_where_that_costs_less():

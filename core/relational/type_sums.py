@@ -1,0 +1,53 @@
+"""Sums of rows that stand type after type: long types piece by piece, so that many threads share.
+
+A sum over a segment is one thread's on a CPU and one block's on a GPU, and there are few types.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from .graph import RelationalGraph
+
+#: Rows of a piece: on a GPU a block adds it in a few steps, and a million rows still make fewer
+#: pieces than rows of one.
+PIECE_ROWS = 512
+
+#: Starts of segments ``[segments + 1]`` and the row of each of their entries, both int64.
+Level = tuple[torch.Tensor, torch.Tensor]
+
+
+def levels(bounds: Sequence[int], piece_rows: int, device: torch.device) -> list[Level]:
+    """Return segments whose sums are those of types, level by level.
+
+    Parameters
+    ----------
+    bounds : sequence of int
+        The first row of each type, and the end.
+    piece_rows : int
+        Rows of a piece, at most.
+    device : torch.device
+        Of the result.
+
+    Returns
+    -------
+    list of (torch.Tensor, torch.Tensor)
+        Of pieces and then, where a type has several, of types: their rows are the pieces' sums.
+    """
+    ends = torch.tensor(bounds)
+    counts = (ends.diff() + piece_rows - 1).div(piece_rows, rounding_mode="floor").clamp_(min=1)
+    first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    types = torch.arange(len(counts)).repeat_interleave(counts)
+    place = torch.arange(len(types)) - first[types]
+    starts = torch.cat([ends[types] + piece_rows * place, ends[-1:]])
+    found = [starts] if len(types) == len(counts) else [starts, first]
+    return [(each.to(device), torch.arange(int(each[-1]), device=device)) for each in found]
+
+
+def levels_of(graph: RelationalGraph, space: str) -> list[Level]:
+    """Return the levels of the rows of a space, in pieces of PIECE_ROWS."""
+    bounds = graph.rows(space).bounds
+    assert bounds is not None
+    return graph.once(("sums by type", space), lambda: levels(bounds, PIECE_ROWS, graph.device))
