@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from bitslab.engine.kernels.cpu import typed_products
 from bitslab.engine.kernels.cuda import kernels_on
 from bitslab.engine.kernels.cuda.source import Variant
 from bitslab.engine.kernels.cuda.typed_gemm import TypedTiles
@@ -96,3 +97,13 @@ def test_packed_rows_give_the_bits_of_raw_rows(variant, host):
                     assert torch.equal(again.view(torch.uint8), found[0][0])
         for out, gradient in found[1:]:
             assert torch.equal(out, found[0][0]) and torch.equal(gradient, found[0][1])
+
+
+def test_rows_in_order_of_a_type_are_one_block():
+    """A block takes a launch; those that are gathered are blocks, so that few are there at once."""
+    x, bounds = torch.empty(40_000, 1, device=CUDA), [0, 39_999, 40_000]
+    found = [each[:3] for each in typed_products.blocks(x, bounds, None, CUDA)]
+    assert found == [(0, 0, 39_999), (1, 39_999, 40_000)]
+    index = torch.arange(40_000, device=CUDA)
+    gathered = [each[:3] for each in typed_products.blocks(x, bounds, index, CUDA)]
+    assert len(gathered) == 1 + -(-39_999 // typed_products.BLOCK_ROWS)
