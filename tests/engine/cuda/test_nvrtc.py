@@ -1,9 +1,9 @@
 """The variants of the CUDA kernels compile, without a GPU or a driver.
 
-For one architecture those of each file that hold every pair of its settings, and the fastest ones;
-for the others those that hold every pair of settings, each file for each; all for all with
-``BITSLAB_FULL=1``. Of those that are not the fastest, the seed of hypothesis draws which are
-optimised as on a user's machine. tests/test_gpu.py compiles and runs all of them on a GPU.
+For one architecture some of each file, which the seed of hypothesis draws among the fastest ones
+and those that hold every pair of its settings; for the others one of each file; all for all with
+``BITSLAB_FULL=1``. Of those that are not the fastest, the seed draws which are optimised as on a
+user's machine. tests/test_gpu.py compiles and runs all of them on a GPU.
 """
 
 from __future__ import annotations
@@ -78,6 +78,33 @@ def for_fully_optimised() -> list[AnyVariant]:
     return compiled
 
 
+def settings_by_name(variant: AnyVariant) -> dict[str, Hashable]:
+    """Return what a variant is compiled with."""
+    if isinstance(variant, Variant):
+        return {"file": variant.file, **dict(zip("1234567", settings_of(variant), strict=True))}
+    return {"file": variant.file, **dict(variant.settings)}
+
+
+#: Of each file one in so many of these is compiled in a run.
+COMPILED_ONE_IN = 6
+
+
+def compiled_in_this_run() -> list[AnyVariant]:
+    """Return some variants of each file, which hold as many of its settings as so few can."""
+    compiled = for_fully_optimised()
+    if pairwise.FULL:
+        return compiled
+    drawn = []
+    for file in dict.fromkeys(v.file for v in compiled):
+        of_file = [v for v in compiled if v.file == file]
+        count = -(-len(of_file) // COMPILED_ONE_IN)
+        chosen = pairwise.draw([settings_by_name(v) for v in of_file], count, pairwise.seed)
+        drawn += [of_file[i] for i in chosen]
+    return drawn
+
+
+COMPILED = compiled_in_this_run()
+
 #: Of the packed rows' kernels that may keep some values in memory, one in so many is optimised.
 ONE_IN = 4
 
@@ -86,10 +113,10 @@ def optimised() -> list[AnyVariant]:
     """Return the variants to compile with full optimisation, as on a user's machine.
 
     The fast compile takes a third of the time and refuses the same mistakes. The fastest are always
-    optimised, as is what knows no format. Of tiles and attention the usual format is, and one more
-    that the seed draws; of typed products and the other kernels of packed rows a quarter.
+    optimised, as is what knows no format. Of tiles and attention one is, which the seed draws; of
+    typed products and the other kernels of packed rows a quarter.
     """
-    candidates = [v for v in for_fully_optimised() if may_spill(v)]
+    candidates = [v for v in COMPILED if may_spill(v)]
     if pairwise.FULL:
         return candidates
     rng = random.Random(f"optimised {pairwise.seed}")
@@ -99,19 +126,12 @@ def optimised() -> list[AnyVariant]:
         if others and isinstance(others[0], Variant):
             chosen += rng.sample(others, -(-len(others) // ONE_IN))
         elif others:
-            chosen += [others[0], rng.choice(others[1:])]
+            chosen.append(rng.choice(others))
     return chosen
 
 
 def always_optimised(variant: AnyVariant) -> bool:
     return fastest(variant) and variant.file not in ("attend", "quantized", "typed_gemm")
-
-
-def settings_by_name(variant: AnyVariant) -> dict[str, Hashable]:
-    """Return what a variant is compiled with."""
-    if isinstance(variant, Variant):
-        return {"file": variant.file, **dict(zip("1234567", settings_of(variant), strict=True))}
-    return {"file": variant.file, **dict(variant.settings)}
 
 
 def for_other_architectures() -> list[tuple[AnyVariant, str]]:
@@ -120,8 +140,8 @@ def for_other_architectures() -> list[tuple[AnyVariant, str]]:
     if pairwise.FULL:
         return cases
     # A setting and an architecture do not interact: no kernel looks at which it is compiled for.
-    settings = [{**settings_by_name(v), "in": (v.file, name)} for v, name in cases]
-    return [cases[i] for i in pairwise.cover(settings, pairwise.seed, alone=["in"])]
+    files: list[dict[str, Hashable]] = [{"file": v.file, "in": name} for v, name in cases]
+    return [cases[i] for i in pairwise.cover(files, pairwise.seed, alone=files[0])]
 
 
 #: What was compiled before, by the text with all that it includes, the options and the compiler's
@@ -178,6 +198,7 @@ def compile_text(
         nvrtc.nvrtcDestroyProgram(program)
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("variant", [v for v in VARIANTS if v.file == "bags"], ids=lambda v: v.name)
 def test_sums_of_rows_keep_subnormals(variant):
     code, _ = compile_variant(variant, "compute_90", "-ftz=true")  # as cupy compiles
@@ -185,6 +206,7 @@ def test_sums_of_rows_keep_subnormals(variant):
     assert "pool_bags" in text and ".ftz" not in text
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     "variant", [v for v in VARIANTS if v.file == "quantized"][:3], ids=lambda v: v.name
 )
@@ -211,7 +233,7 @@ def assert_compiles(variant: AnyVariant, architecture: str, *extra: str) -> str:
 OPTIMISED = optimised()
 
 
-@pytest.mark.parametrize("variant", for_fully_optimised(), ids=lambda v: v.name)
+@pytest.mark.parametrize("variant", COMPILED, ids=lambda v: v.name)
 def test_variants_compile(variant):
     extra = () if variant in OPTIMISED else ("-Ofc=max",)
     log = assert_compiles(variant, FULLY_OPTIMISED, *extra)
