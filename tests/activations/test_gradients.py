@@ -149,6 +149,8 @@ def test_gradients_when_every_second_tensor_is_selected(name: str) -> None:
     check_case(name, Offloaded(policy="raw", select=select), None)
 
 
+@pytest.mark.drawn(48)
+@pytest.mark.pairwise(name=varied)
 @pytest.mark.parametrize("codec", LOSSLESS)
 @pytest.mark.parametrize("name", CASES)
 def test_every_codec_returns_every_bit(name: str, codec: str) -> None:

@@ -386,8 +386,8 @@ def test_truncated_blobs_are_refused(case: Case) -> None:
         assert assert_refused_or_contained(codec, data, t), n
 
 
-#: The bytes of a blob of which each bit is flipped, and the bits of each byte behind them.
-FLIPPED_BYTES, FLIPPED_BITS = 256, 3
+#: Up to these bytes of a blob, so many bits of each are flipped; of those behind them, one.
+FLIPPED_BITS = {HEADER_BYTES: 8, 256: 3}
 
 
 @every_case
@@ -399,9 +399,9 @@ def test_every_flipped_bit_is_refused_or_harmless_to_others(case: Case) -> None:
     rng = random.Random(f"flipped {pairwise.seed}")
     refused = 0
     for place in range(blob.data.shape[0]):
-        # Every bit of what says where things are; of the bytes behind it the seed draws some.
-        whole = place < FLIPPED_BYTES or pairwise.FULL
-        for bit in range(8) if whole else rng.sample(range(8), FLIPPED_BITS):
+        # Every bit of the header; the seed draws more of what says where things are than behind it.
+        most = next((n for end, n in FLIPPED_BITS.items() if place < end), 1)
+        for bit in rng.sample(range(8), 8 if pairwise.FULL else most):
             data[place] ^= 1 << bit
             # What the header says is checked in every form.
             found = assert_refused_or_contained(codec, data, t, exact=place < 24)
