@@ -112,7 +112,7 @@ def test_attention_is_that_of_the_twin(batch, heads, group, n, dim, tokens):
     assert relative_error(found, expected) < 2e-6
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.pairwise(dtype=lambda dtype: ())
 @pytest.mark.parametrize(("group", "n"), [(4, 1), (5, 1), (8, 1), (2, 4), (11, 1), (4, 4)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=dtype_id)

@@ -63,7 +63,7 @@ def error_beyond_rounding(found, expected):
     return float(far.clamp(min=0).norm() / expected.norm())
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(6)
 @pytest.mark.usefixtures("way")
 @by_dtype
 @by_shape
@@ -215,6 +215,7 @@ def test_tiles_that_are_kept_raw_are_read_as_they_are(which, dtype):
     assert error_beyond_rounding(found, expected) < IN_TWO_PARTS
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("tile_tokens", [16, 32, 128])
 @pytest.mark.parametrize("code_bits", [8, 10])
 def test_tiles_of_other_sizes_and_codes(tile_tokens, code_bits):

@@ -89,6 +89,7 @@ def test_lanes_without_a_row_read_nothing_behind_the_stage(variant, n_rows):
         assert_decodes(case, *pack_on_cpu(case), seed)
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("variant", DECODERS, ids=by_name)
 def test_decode_kernel_rebuilds_every_row(variant):
     for clusters in profiles_of(variant):
@@ -120,6 +121,7 @@ def variant_of_word_plan(file: str, width: int, mask: int, code_bits: int) -> Va
     return Variant(file, width, code_bits, False, True, vector, byte_field, words=words)
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("grouped", [False, True], ids=["plain", "grouped"])
 @pytest.mark.parametrize(
     ("width", "mask", "code_bits", "seed"), WORD_PLANS, ids=lambda given: f"{given:x}"
@@ -134,6 +136,7 @@ def test_masks_are_applied_to_whole_words(width, mask, code_bits, seed, grouped)
         assert used == {(variant, kernel)}
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(
     ("width", "mask", "code_bits", "seed"), WORD_PLANS, ids=lambda given: f"{given:x}"
 )
@@ -330,6 +333,7 @@ def test_bad_id_leaves_the_output_untouched_and_is_reported():
     assert runner.mailbox.tolist() == [INDEX_ERROR, 1, -71, 70]
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.pairwise(variant=settings_of)
 @pytest.mark.parametrize("variant", DECODERS, ids=by_name)
 @pytest.mark.parametrize("part", ["words", "bases", "lengths", "row_clusters"])
