@@ -199,6 +199,7 @@ def test_names_are_no_markup() -> None:
 # Plot
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("count", [1, 8, 9, 100], ids=["line", "lines", "heat-map", "large"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32, torch.complex64], ids=dtype_id)
 def test_plot_is_an_image(dtype: torch.dtype, count: int) -> None:

@@ -160,6 +160,7 @@ def profiled(link: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> 
     return run
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("where", ["counting", "reading back", "deciding"])
 @pytest.mark.parametrize(
     ("profile_ms", "interval"), [(0.1, 5), (4.0, 5), (7.5, 10), (29.5, 40), (1e6, 80)], ids=str

@@ -84,6 +84,7 @@ def moved_out(offload: bitslab.ActivationOffload) -> tuple[int, ...]:
     return *(stats[name] for name in names), offload.report().passes
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of the inner ones
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("around", ["model", "layers", "both"])

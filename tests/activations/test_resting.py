@@ -85,6 +85,7 @@ def test_of_a_plan_that_hardly_fits_two_of_five_passes_have_hooks(seen: list[int
     assert turns == ([False, True, False, False, True] * 3)[: len(turns)]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("memory", [1.2, 8.0], ids=["near", "far"])
 @pytest.mark.parametrize("of_a_step", [2, 3, 4])
 def test_each_micro_batch_of_a_step_is_seen(of_a_step: int, memory: float, seen: list[int]) -> None:
@@ -174,6 +175,7 @@ def test_unknown_inputs_have_no_kind() -> None:
     assert kind_of(Name("x")) is None
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("every", [3, 8, 10, 16])
 def test_a_larger_batch_that_is_rare_is_never_left_to_torch(every: int, seen: list[int]) -> None:
     model = blocks()

@@ -61,6 +61,7 @@ class Step:
         assert all(torch.equal(t, expected) for t, expected in found)
 
 
+@pytest.mark.drawn(12)
 @pytest.mark.parametrize("planned", [False, True], ids=["", "planned"])
 @pytest.mark.parametrize("in_flight_bytes", [0, 1 << 14, 1 << 16, 1 << 30])
 @pytest.mark.parametrize("lossy", [False, True])

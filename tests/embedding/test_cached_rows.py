@@ -123,6 +123,7 @@ OFTEN = ["look_up"] * 8 + ["backward"] * 6 + ["step"] * 6 + ["compare"] * 3
 RARELY = ["zero_grad", "load", "read", "prefetch", "look_only", "drop", "flush", "warm_up"]
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_thousands_of_random_operations(optimizer):
     for seed in range(6):

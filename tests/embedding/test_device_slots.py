@@ -66,6 +66,7 @@ def test_the_most_used_rows_are_kept(runner, evict):
     check_map(pair.rows)
 
 
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("optimizer", ["sgd", "adagrad", "adagrad-sparse", "sparse-adam"])
 @pytest.mark.parametrize("seed", range(3))
 def test_whatever_else_happens_the_steps_are_those_of_a_plain_parameter(optimizer, seed):

@@ -333,6 +333,7 @@ CASES = [
 ]
 
 
+@pytest.mark.drawn(24)
 @pytest.mark.parametrize(("kind", "sparse", "options", "dtype"), CASES)
 def test_every_bit_of_every_row_is_that_of_a_whole_table(kind, sparse, options, dtype):
     if kind is ADAGRAD:

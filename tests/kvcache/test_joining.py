@@ -151,6 +151,7 @@ def test_tokens_are_appended_to_a_tail_that_changed_behind_the_join(
         assert torch.equal(each.decode(), tokens)
 
 
+@pytest.mark.drawn(7)
 @PLACES
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_was_planned_is_dropped_with_the_tokens_it_was_of(

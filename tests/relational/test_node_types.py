@@ -160,7 +160,7 @@ def test_packed_features_give_the_result_of_raw_ones(reorder):
         torch.testing.assert_close(a, b)
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("biased", [False, True], ids=["plain", "biased"])
 @pytest.mark.parametrize("reorder", [False, True])
 def test_generated_gradients_are_those_of_differences(reorder, biased, monkeypatch):

@@ -46,6 +46,7 @@ def check(name, graph, passes, backend="auto"):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.drawn(36)
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 @pytest.mark.parametrize("passes", OFF, ids=str)
 @pytest.mark.parametrize("name", PROGRAMS)

@@ -111,6 +111,7 @@ SAMPLES = {
 }
 
 
+@pytest.mark.drawn(50)
 @by_dtype
 @pytest.mark.parametrize("code_bits", range(1, MAX_CODE_BITS + 1))
 @pytest.mark.parametrize("kind", SAMPLES)

@@ -250,6 +250,7 @@ BODIES: dict[str, tuple[torch.Tensor, float, int | None]] = {
 }
 
 
+@pytest.mark.drawn(10)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("name", BODIES)
 def test_one_kernel_codes_as_several_threads_do(

@@ -216,6 +216,7 @@ def test_hgt_leaves_edge_types_that_are_not_in_a_call_without_a_gradient():
     assert torch.equal(ours.p_rel[name], before)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("way", ["on a CPU", "as on a GPU", "torch.compile"])
 @pytest.mark.parametrize("row", [0, 1])
 @pytest.mark.parametrize("where", ["behind the last", "before the first"])

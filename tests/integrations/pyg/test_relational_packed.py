@@ -105,6 +105,7 @@ HGT: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 @pytest.mark.parametrize("kind", PACKED)
 @pytest.mark.parametrize("kwargs", HGT, ids=options_id)

@@ -99,7 +99,7 @@ def run(name: str, cache: Any, beams: int = 1) -> Any:
     )
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("beams", [1, 3], ids=["greedy", "beam"])
 @pytest.mark.parametrize("both", [False, True], ids=["decoder", "decoder-and-encoder"])
 @pytest.mark.parametrize("name", MODELS)
@@ -152,6 +152,7 @@ def test_no_token_is_lost_behind_masks_that_a_user_makes(name: str, alone: bool)
     assert ours.get_seq_length() == 41 and ours.stats()["packed_tokens"] > 0
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("across", [False, True], ids=["self-attention", "cross-attention"])
 @pytest.mark.parametrize("layers", [1, 2], ids=["one-layer", "two-layers"])
 @pytest.mark.parametrize("name", DECODERS)

@@ -50,7 +50,7 @@ def assert_equal_caches(cache: Any, plain: Any) -> None:
         assert torch.equal(ours.values, theirs.values)
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(6)
 @pytest.mark.pairwise(name=cache_traits)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", CONFIGS)

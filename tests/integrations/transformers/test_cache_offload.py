@@ -137,7 +137,7 @@ def test_tokens_are_those_of_the_plain_cache(name: str, mode: str, share: Any) -
     assert past.stats()["packed_tokens"] > 30
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("share", [0.5, 0.2], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_change_is_that_of_the_whole_on_the_host(kind: str, share: float) -> None:
@@ -260,7 +260,7 @@ def joined(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
     return bool(request.param)
 
 
-@pytest.mark.drawn(5)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("share", SHARES, ids=str)
 def test_lossless_layers_are_decoded_wherever_they_lie(
     share: Any, joined: bool, crossing: None
@@ -280,6 +280,7 @@ def test_lossless_layers_are_decoded_wherever_they_lie(
     }
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("share", SHARES, ids=str)
 def test_buffers_hold_two_packed_layers(share: Any, joined: bool, crossing: None) -> None:
     """Where words cross; and one unpacked, where those are decoded before `update` asks for them.
@@ -298,6 +299,7 @@ def test_buffers_hold_two_packed_layers(share: Any, joined: bool, crossing: None
     assert 0.99 * least < stats["buffer_bytes"] - ids + 1 < 1.13 * least + 4096
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("share", [0.5, 0.2], ids=str)
 def test_attention_reads_tiles_wherever_they_lie(share: float, crossing: None) -> None:
     found = []

@@ -74,6 +74,7 @@ def step(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
     return found
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("error", [torch.OutOfMemoryError, KeyboardInterrupt])
 @pytest.mark.parametrize("nth", [1, 2])
 @pytest.mark.parametrize(
@@ -271,6 +272,7 @@ def test_memory_that_is_kept_for_an_undo_is_counted_and_given_back() -> None:
 # What is attended to
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.parametrize("asked", [False, True], ids=["", "length-asked"])
 @pytest.mark.parametrize("first", [0, 1, 2])
 @pytest.mark.parametrize("kind", CACHES)

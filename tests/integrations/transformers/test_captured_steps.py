@@ -61,7 +61,7 @@ def compared(name: str, batch: int, padding: int, imitates: Any, **options: Any)
     return plain, stepped
 
 
-@pytest.mark.drawn(4)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("how", ["replayed", "run"])
 @pytest.mark.parametrize(("batch", "padding"), [(1, 0), (3, 0), (3, 41)], ids=str)
 @pytest.mark.parametrize("name", ["llama", "gpt2", "qwen3"])
@@ -96,6 +96,7 @@ def test_lossless_tiles_are_read_by_steps(monkeypatch: pytest.MonkeyPatch) -> No
     assert stepped.cache.stats()["packed_passes"] == 2 * 6
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("padding", [0, 41])
 @pytest.mark.parametrize("captures", [False, True], ids=["run", "captured"])
 def test_launches_of_a_gpu_are_the_same_for_each_token(

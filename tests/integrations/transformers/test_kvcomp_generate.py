@@ -78,7 +78,7 @@ def filled(model: Any, prompt: torch.Tensor, mask: Any = None, **options: Any) -
     return cache, plain
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(5)
 @pytest.mark.pairwise(name=cache_traits)
 @pytest.mark.parametrize("attention", ["bitslab", "own"])
 @pytest.mark.parametrize("mode", MODES)
@@ -99,7 +99,7 @@ def test_without_error_tokens_and_bits_equal_the_plain_run(
     assert set(stats["lossless"].values()) == {"error 0"}
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.pairwise(name=cache_traits)
 @pytest.mark.parametrize("attention", ["bitslab", "own"])
 @pytest.mark.parametrize("mode", ["greedy", "sample", "beam"])
@@ -122,7 +122,7 @@ def test_tokens_are_those_of_the_k_and_v_that_are_kept(
     assert (stats["dense_passes"] > 0) == (attention == "own")
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("attention", ["bitslab", "own"])
 @pytest.mark.parametrize("mode", ["prompt-lookup", "assisted"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3", "gpt2"])

@@ -40,7 +40,7 @@ def cache_of(model_config: Any, **options: Any) -> Any:
     return KVCompCache(model_config, **{**LOSSLESS, **options})
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])
 def test_tokens_and_bits_are_those_of_the_plain_run(name: str, mode: str) -> None:
@@ -56,7 +56,7 @@ def test_tokens_and_bits_are_those_of_the_plain_run(name: str, mode: str) -> Non
     assert set(stats["lossless"].values()) == {"coder 'lossless'"} and not stats["errors"]
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("offload", [True, False], ids=["host", "device"])
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt2"])

@@ -178,6 +178,7 @@ def test_masks_of_a_model_say_where_sequences_begin(chunk: int) -> None:
         assert not torch.equal(found, came)
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.parametrize("left", [0, 2], ids=["nothing", "some-first-tokens"])
 @pytest.mark.parametrize("begins", [[40, 60], [10, 20, 30, 50, 0, 7], [5, 0, 79, 2, 90]], ids=len)
 def test_other_sequences_begin_elsewhere(left: int, begins: list[int]) -> None:

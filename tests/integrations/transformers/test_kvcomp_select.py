@@ -51,6 +51,7 @@ def cache_of(selector: KVSelector | None, **options: Any) -> KVCompCache:
     return KVCompCache(model_of("llama").config, select=selector, **{**OPTIONS, **options})
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("mode", ["greedy", "beam", "prompt-lookup", "chunked-prefill"])
 def test_everything_gathered_gives_the_tokens_of_no_selector(mode: str) -> None:
     model, prompt = model_of("llama"), prompt_of()

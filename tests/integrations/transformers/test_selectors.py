@@ -91,7 +91,7 @@ def layers_of(cache: Any) -> list[Any]:
 # Everything chosen
 
 
-@pytest.mark.drawn(9)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [(name, "greedy") for name in (*PROJECTED, *FUSED)]
@@ -114,7 +114,7 @@ def test_everything_gathered_with_left_padding(name: str) -> None:
     assert torch.equal(found, expected)
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("mode", ["greedy", "beam"])
 @pytest.mark.parametrize("kind", ["heavy", "infinigen"])
 @pytest.mark.parametrize("name", ["llama", "qwen3", "opt", "gemma2"])

@@ -123,6 +123,7 @@ def checkpointed_bytes(timeline: Timeline) -> float:
     return timeline.predict(by_hand(timeline, (), 0)).peak_bytes
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("times", [1.0, 1.5, 3.0])
 @pytest.mark.parametrize("replays", [True, False])
 def test_equal_layers_are_planned_as_well_as_by_hand(replays: bool, times: float) -> None:
@@ -143,6 +144,7 @@ def test_checkpointing_is_beaten_at_its_own_peak(packs: bool) -> None:
     assert found.prediction.step_s <= 0.9 * checkpointed.step_s
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("times", [1.0, 1.5])
 @pytest.mark.parametrize("replays", [True, False])
 def test_codecs_make_no_plan_of_equal_layers_slower(replays: bool, times: float) -> None:
@@ -168,6 +170,7 @@ def with_products(profile: StepProfile) -> StepProfile:
     return replace(profile, sites=tuple(map(replayed, profile.sites)))
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("more_bytes", [-(3 * 10**8), 0, 3 * 10**8])
 def test_replays_of_products_lead_no_search_astray(more_bytes: int) -> None:
     """Where layers are computed again as fast as here, they gain nothing, and are more to try."""
@@ -205,6 +208,7 @@ def test_layouts_of_layers_are_no_dead_end() -> None:
     assert mean_s < 0.876 * timeline.predict(every).step_s
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("link_bytes_per_s", [25e9, 55e9])
 def test_more_memory_makes_no_plan_of_equal_layers_slower(link_bytes_per_s: float) -> None:
     timeline = Timeline(layers_profile(12, link_bytes_per_s=link_bytes_per_s, replays=True))

@@ -77,7 +77,7 @@ def program(monkeypatch: pytest.MonkeyPatch) -> Any:
     return importlib.import_module("plan_milp")
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize(
     ("seed", "n_sites", "share"),
     [(2, 12, 0.3), (4, 12, 0.1), (0, 24, 0.3), (1, 24, 0.1), (1, 40, 0.3), (3, 40, 0.3)],
