@@ -96,7 +96,7 @@ def both(query, spans, raw=(), seed=0, **options):
     return found, expected
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(4)
 @pytest.mark.usefixtures("way")
 @by_shape
 def test_attention_is_that_of_the_twin(batch, heads, group, n, dim, tokens):

@@ -63,7 +63,7 @@ def error_beyond_rounding(found, expected):
     return float(far.clamp(min=0).norm() / expected.norm())
 
 
-@pytest.mark.drawn(6)
+@pytest.mark.drawn(4)
 @pytest.mark.usefixtures("way")
 @by_dtype
 @by_shape

@@ -49,7 +49,7 @@ def alike(case: Case, n: int) -> torch.Tensor:
     return torch.from_numpy(np.ascontiguousarray(first).view(np.uint8))
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("row_bytes", ROW_BYTES.values(), ids=ROW_BYTES)
 @pytest.mark.parametrize("variant", ENCODERS, ids=lambda variant: variant.name)
 def test_rows_that_grow_after_they_were_measured_keep_to_their_places(variant, row_bytes):

@@ -87,7 +87,7 @@ def gather_and_compare(case: Case, kind: str, cached: bool, seed: int, id_dtype=
     return {used for used in runner.launched if used[1].startswith("gather")}
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("number", range(len(GATHERERS)), ids=[v.name for v in GATHERERS])
 def test_gather_kernel_rebuilds_rows(number):
     """Two kinds of tables for each variant, by turns; tests/test_gpu.py has all for every one."""

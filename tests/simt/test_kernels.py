@@ -89,7 +89,7 @@ def test_lanes_without_a_row_read_nothing_behind_the_stage(variant, n_rows):
         assert_decodes(case, *pack_on_cpu(case), seed)
 
 
-@pytest.mark.drawn(10)
+@pytest.mark.drawn(7)
 @pytest.mark.parametrize("variant", DECODERS, ids=by_name)
 def test_decode_kernel_rebuilds_every_row(variant):
     for clusters in profiles_of(variant):
@@ -121,7 +121,7 @@ def variant_of_word_plan(file: str, width: int, mask: int, code_bits: int) -> Va
     return Variant(file, width, code_bits, False, True, vector, byte_field, words=words)
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(5)
 @pytest.mark.parametrize("grouped", [False, True], ids=["plain", "grouped"])
 @pytest.mark.parametrize(
     ("width", "mask", "code_bits", "seed"), WORD_PLANS, ids=lambda given: f"{given:x}"
@@ -277,6 +277,7 @@ def test_prepared_decodes_refuse_places_that_a_kernel_cannot_use():
     nothing()
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("variant", ENCODERS, ids=by_name)
 @pytest.mark.parametrize("row_bytes", [None, 16 * 37], ids=["odd-rows", "aligned-rows"])
@@ -333,7 +334,7 @@ def test_bad_id_leaves_the_output_untouched_and_is_reported():
     assert runner.mailbox.tolist() == [INDEX_ERROR, 1, -71, 70]
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(8)
 @pytest.mark.pairwise(variant=settings_of)
 @pytest.mark.parametrize("variant", DECODERS, ids=by_name)
 @pytest.mark.parametrize("part", ["words", "bases", "lengths", "row_clusters"])
