@@ -61,7 +61,7 @@ def test_bags_are_those_of_torch(bags, dtype, mode, dim, padding, include_last, 
     assert not runner.mailbox.any()
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("by_warps", [False, True], ids=["threads", "warps"])
 @pytest.mark.parametrize("include_last", [False, True], ids=["", "with-end"])
 @pytest.mark.parametrize("mode", range(3), ids=MODES)

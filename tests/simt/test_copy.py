@@ -68,7 +68,7 @@ def assert_copies(rows, row_bytes, ids, offset, kernels=None, **options) -> Simt
     return runner
 
 
-@pytest.mark.drawn(8)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize(("unit", "piece"), SIZES, ids=lambda n: str(n))
 @pytest.mark.parametrize("side", ["start", "end"])
 def test_rows_of_any_size_and_alignment_arrive(unit, piece, side):

@@ -57,6 +57,7 @@ def join_and_compare(
     return runner
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("number", range(len(JOINERS)), ids=[v.name for v in JOINERS])
 def test_one_launch_joins_keys_and_values(number: int) -> None:
     variant = JOINERS[number]

@@ -40,7 +40,7 @@ def numbers(dtype: torch.dtype, n: int) -> torch.Tensor:
     return t
 
 
-@pytest.mark.drawn(3)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_kernels_write_and_read_the_bytes_of_the_twins(options):
     dtype, given = options

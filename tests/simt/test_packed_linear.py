@@ -83,6 +83,7 @@ def check(out, x, weight, bias=None):
     assert torch.all(error <= exact.abs() * 2.0**-8 + most * x.shape[1] * 2.0**-23 + 1e-37)
 
 
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("n_rows", "depth", "x_rows"),
@@ -140,6 +141,7 @@ def test_nothing_in_front_of_the_words_is_read(raw):
     check(out, x, weight)
 
 
+@pytest.mark.drawn(4)
 @pytest.mark.parametrize("shared_kib", [60, 228], ids=["x-where-it-is", "x-staged"])
 @pytest.mark.parametrize("x_rows", [1, 4, 8, 16])
 def test_blocks_take_sets_of_rows_in_turn_and_warps_share_columns(x_rows, shared_kib):

@@ -18,7 +18,7 @@ from tests.simt.module import guarded
 from tests.simt.runner import simt_kernels
 
 
-@pytest.mark.drawn(9)
+@pytest.mark.drawn(5)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("n", "row_bytes"), [(1, 8), (45, 24), (33, 18), (3, 264)], ids=str)

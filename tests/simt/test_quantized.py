@@ -75,7 +75,7 @@ def test_tiles_that_could_not_be_decoded_are_not_coded():
     assert not runner.mailbox.any()
 
 
-@pytest.mark.drawn(12)
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("fmt", [*FORMATS, LONG], ids=format_id)
 def test_tiles_have_the_bytes_of_the_twin(fmt):
     case = make_tiles(fmt, n_rows=9 if fmt.values > 4096 else 40, seed=1)

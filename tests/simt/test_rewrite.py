@@ -34,6 +34,7 @@ VARIANTS = variants_drawn(
 )
 
 
+@pytest.mark.drawn(8)
 @pytest.mark.pairwise
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
