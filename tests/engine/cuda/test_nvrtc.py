@@ -86,7 +86,7 @@ def settings_by_name(variant: AnyVariant) -> dict[str, Hashable]:
 
 
 #: Of each file one in so many of these is compiled in a run.
-COMPILED_ONE_IN = 6
+COMPILED_ONE_IN = 3
 
 
 def compiled_in_this_run() -> list[AnyVariant]:
