@@ -13,11 +13,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from typing import Any
 
 import torch
 
 import bitslab
 from bitslab.engine.codecs import (
+    BlobCodec,
     BoundedVectorCodec,
     CsrCodec,
     RleCodec,
@@ -70,7 +72,7 @@ def compile_tensors(dtype: torch.dtype) -> None:
 def compile_vectors(dtype: torch.dtype) -> None:
     """Pack and unpack vectors of which some come again, of floats within a bound too."""
     t = torch.arange(640).view(80, 8)[torch.arange(160) % 80].to(dtype)
-    codecs: list[bitslab.BlobCodec] = [VectorLzCodec.fit(t)]
+    codecs: list[BlobCodec] = [VectorLzCodec.fit(t)]
     if dtype.is_floating_point:
         codecs.append(BoundedVectorCodec(0.01))
     for codec in codecs:
@@ -85,7 +87,7 @@ def compile_tiles(dtype: torch.dtype, lossless: bool) -> None:
     attend(query.to(dtype), [span], length=64, scaling=0.1)
 
 
-def compile_cached_rows(options: dict[str, str]) -> None:
+def compile_cached_rows(options: dict[str, Any]) -> None:
     """Train rows that are cached."""
     pair = Pair(30, 6, optimizer="adagrad", **options)
     pair.train((1, 2, 3, 4), (7, 8, 9), range(10, 22))
