@@ -89,10 +89,8 @@ def _call_reason(conv: Any, *indices: Any) -> str:
 
 def _pair(x: Any) -> Any:
     """Return the features of sources and destinations, packed ones without their tensors."""
-    if not isinstance(x, tuple):
-        x = x.feature if isinstance(x, FeatureTensor) else x
-        return x, x
-    return tuple([each.feature if isinstance(each, FeatureTensor) else each for each in x])
+    pair = x if isinstance(x, tuple) else (x, x)
+    return tuple([each.feature if isinstance(each, FeatureTensor) else each for each in pair])
 
 
 class _Constructed:
