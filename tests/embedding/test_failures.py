@@ -97,6 +97,7 @@ def interrupt_at_every(step: int, work: str, **options):
 
 
 # Each line would take long.
+@pytest.mark.drawn(6)
 @pytest.mark.parametrize("work", WORK)
 @pytest.mark.parametrize("options", [{}, {"cache": "packed"}], ids=["rows", "packed"])
 def test_an_interruption_at_any_line_loses_nothing(work, options):

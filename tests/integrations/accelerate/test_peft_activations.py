@@ -72,6 +72,7 @@ def trained(model: Any, backward: Callable[[torch.Tensor], object]) -> list[torc
     return found + [p.detach().clone() for p in adapters]
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.filterwarnings("ignore:bitslab. memory_bytes:UserWarning")  # of the least possible
 @pytest.mark.parametrize("options", [RAW, PACKED, PLANNED], ids=["raw", "packed", "planned"])
 @pytest.mark.parametrize("when", ["before", "after", "prepared"])

@@ -190,6 +190,7 @@ BEFORE: dict[type, Callable[[Any, dict[str, Any]], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     "copied",

@@ -72,7 +72,7 @@ def callback(**options: Any) -> Any:
     return OffloadCallback(min_bytes=4096, **options)
 
 
-@pytest.mark.drawn(2)
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("options", [{"memory": 600_000}, {"slowdown": 0.5}, {"policy": "raw"}])
 def test_a_trainer_trains_alike(options: dict[str, Any], tmp_path: Path) -> None:
     plain, planned = made(), made()

@@ -63,6 +63,7 @@ def test_nothing_is_left_on_a_host_that_is_no_tier() -> None:
     assert StepProfile.from_dict(json.loads(json.dumps(profile.to_dict()))) == profile
 
 
+@pytest.mark.drawn(1)
 @pytest.mark.parametrize("share", [0.0, 0.1, 0.3])
 def test_other_ways_take_over_where_a_host_is_full(share: float) -> None:
     """Such as packing on the device and recomputation, for the least memory and for a limit."""

@@ -119,7 +119,7 @@ def test_the_same_measurements_give_the_same_plan() -> None:
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_limits_are_kept_and_the_least_is_named(seed: int) -> None:
-    profile = drawn_profile(seed, 25)
+    profile = drawn_profile(seed, 16)
     with pytest.raises(ArgumentError, match="memory_bytes: 1, and the least possible is") as error:
         make_plan(profile, memory_bytes=1)
     least = int(str(error.value).split("least possible is ")[1].split(" ")[0].replace(",", ""))
@@ -149,7 +149,7 @@ def test_what_fits_is_kept() -> None:
 @pytest.mark.drawn(1)
 @pytest.mark.parametrize("seed", [1, 2])
 def test_with_no_limit_a_plan_costs_no_more_than_allowed(seed: int) -> None:
-    profile = drawn_profile(seed, 30)
+    profile = drawn_profile(seed, 20)
     peaks = []
     for slowdown in (0.0, 0.02, 0.2):
         plan = make_plan(profile, slowdown=slowdown)
