@@ -292,7 +292,7 @@ class Steps:
         if step.op in ("typed_linear", "typed_linear_add", "linear", "linear_add"):
             x, weight = step.args[1:] if step.op == "linear_add" else step.args[:2]
             rows = self.rows(step.space)
-            if weight.space != "shared":
+            if weight.space not in ("shared", step.space):  # rows of relations are one product
                 by_index = x.op == "gather"
                 call += self.costs.products(self.rows(weight.space), by_index) * product
             moved = rows * (x.width + step.width) * copy

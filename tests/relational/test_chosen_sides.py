@@ -95,6 +95,17 @@ def test_products_that_a_gpu_is_called_for_one_by_one_count(
     assert space.rpartition(":")[2] == ("pair_src" if few else "1" + "0" * (relations - 1))
 
 
+@pytest.mark.parametrize("kernels", [False, True])
+def test_rows_of_relations_are_one_product(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = steps.Costs(call_ns=1.0, product_ns=100.0, kernels=kernels)
+    monkeypatch.setitem(steps.COSTS, "cpu", costs)
+    made = steps.Steps(stars(10, relations=4))
+    weight = made.make("input", (), "relation", (3, 5))
+    for space, products in (("relation", 0), ("pair_src", 4)):
+        x = made.make("input", (), space, (3,))
+        assert made.cost(made.typed_linear(x, weight)) == 1 + 100 * products
+
+
 def test_no_relation_is_summed_first_where_none_is_cheaper_so() -> None:
     made = stars(2_000)
     # From one node to its leaves alone.
