@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ..engine.kernels.typed_products import pieces_of_types
 from .graph import RelationalGraph
 
 #: Rows of a piece: on a GPU a block adds it in a few steps, and a million rows still make fewer
@@ -37,12 +38,9 @@ def levels(bounds: Sequence[int], piece_rows: int, device: torch.device) -> list
         Of pieces and then, where a type has several, of types: their rows are the pieces' sums.
     """
     ends = torch.tensor(bounds)
-    counts = (ends.diff() + piece_rows - 1).div(piece_rows, rounding_mode="floor").clamp_(min=1)
-    first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    types = torch.arange(len(counts)).repeat_interleave(counts)
-    place = torch.arange(len(types)) - first[types]
-    starts = torch.cat([ends[types] + piece_rows * place, ends[-1:]])
-    found = [starts] if len(types) == len(counts) else [starts, first]
+    _, begins, first = pieces_of_types(ends, piece_rows, least=1)
+    starts = torch.cat([begins, ends[-1:]])
+    found = [starts] if len(starts) == len(first) else [starts, first]
     return [(each.to(device), torch.arange(int(each[-1]), device=device)) for each in found]
 
 

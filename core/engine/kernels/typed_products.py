@@ -135,3 +135,31 @@ class PackedRows:
     def max_words(self) -> int:
         """Words that a row's place in shared memory holds."""
         return max(self.table.max_words, 0 if self.cache is None else self.cache.max_words)
+
+
+def pieces_of_types(
+    ends: torch.Tensor, size: int, least: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Cut the rows of each type into pieces.
+
+    Parameters
+    ----------
+    ends : torch.Tensor
+        int64 ``[types + 1]`` on the CPU: the first row of each type, and the end.
+    size : int
+        Rows of a piece, at most.
+    least : int
+        Pieces of a type, at the least.
+
+    Returns
+    -------
+    types, begins : torch.Tensor
+        int64 ``[pieces]``: of each its type and first row.
+    starts : torch.Tensor
+        int64 ``[types + 1]``: the first piece of each type, and the end.
+    """
+    counts = (-(-ends.diff() // size)).clamp(min=least)
+    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
+    types = torch.arange(len(counts)).repeat_interleave(counts)
+    place = torch.arange(len(types)) - starts[types]
+    return types, ends[types] + size * place, starts

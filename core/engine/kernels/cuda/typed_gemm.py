@@ -18,6 +18,7 @@ from ..typed_products import (
     TILE_COLUMNS,
     TILE_ROWS,
     PackedRows,
+    pieces_of_types,
     schedules_of,
 )
 from .parameters import Address, Int64, Parameters, Value, in_order
@@ -92,7 +93,7 @@ class TypedTiles:
         """Return the tiles of types whose rows begin at `bounds`, which has their end too."""
         ends = torch.tensor(bounds, dtype=torch.int64)
         tiles, first_tile = _tiles(ends, TILE_ROWS)
-        of_chunk, chunk_begins, chunk_starts = _cut(first_tile, CHUNK_TILES, least=1)
+        of_chunk, chunk_begins, chunk_starts = pieces_of_types(first_tile, CHUNK_TILES, least=1)
         last = torch.minimum(chunk_begins + CHUNK_TILES, first_tile[1:][of_chunk])
         chunks = torch.stack([chunk_begins, last], 1)
         return cls(tiles.to(device), chunks.to(device), chunk_starts.to(device), ends)
@@ -105,22 +106,8 @@ class TypedTiles:
 
 def _tiles(ends: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return tiles of up to so many rows, and the first one of each type."""
-    kinds, begins, first_tile = _cut(ends, rows, least=0)
+    kinds, begins, first_tile = pieces_of_types(ends, rows, least=0)
     return torch.stack([kinds, begins, ends[1:][kinds]], 1), first_tile
-
-
-def _cut(
-    ends: torch.Tensor, size: int, least: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Cut ranges into pieces of `size`; return range and begin of each, and each range's first.
-
-    A range has at least so many pieces.
-    """
-    counts = (-(-ends.diff() // size)).clamp(min=least)
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    kinds = torch.arange(len(counts)).repeat_interleave(counts)
-    place = torch.arange(len(kinds)) - starts[kinds]
-    return kinds, ends[kinds] + size * place, starts
 
 
 class TypedGemmKernels:
