@@ -250,6 +250,8 @@ def main() -> None:
         name = f"{torch.get_num_threads()} threads" if on_a_cpu else torch.cuda.get_device_name()
         measured = relational_plans.plans(DIM, arguments.repetitions, device)
         tables[f"Plans of new graphs, dims {DIM}, on {name}"] = measured
+        layers = relational_plans.blocks(DIM, arguments.repetitions, device)
+        tables[f"Layers on sampled blocks that are new, dims {DIM}, on {name}"] = layers
     if "ratio" in arguments.only:
         tables["Rows over edges"] = counted(arguments.graphs)
     if "cpu" in arguments.only:

@@ -4,6 +4,9 @@ Each repetition has a graph of its own: tensors of mag-0.1 that no plan knows, o
 block. "plan" is the making of the graph, which finds its order and checks its nodes and relations;
 the first call makes all else that a program needs (pairs, maps, CSRs) and runs; "all of the plan"
 is both, less a later call. Other graphs of the kind have run before, so that kernels are there.
+
+`blocks` has whole layers instead, PyG's beside ours, on blocks that each layer sees once, as it
+does in training with neighbour sampling.
 """
 
 from __future__ import annotations
@@ -89,6 +92,52 @@ def row(
         "all of the plan ms": whole,
         "asked": "-" if asked is None else f"<= {asked:g}: {'ok' if whole <= asked else 'missed'}",
     }
+
+
+def blocks(dim: int, repetitions: int, device: torch.device) -> Table:
+    """Measure layers on sampled blocks that are new to them, in turns; the first three warm up."""
+    from torch_geometric import nn
+
+    from bitslab.integrations import pyg
+
+    try:
+        made = list(graphs(BLOCK, repetitions + 3))
+    except FileNotFoundError as error:
+        say(f"left out: layers on blocks, {error}")
+        return []
+    rows = []
+    for model in ("RGCNConv", "RGATConv"):
+        relations = made[0][0].relations
+        peer = getattr(nn, model)(dim, dim, relations).to(device)
+        ours = getattr(pyg, model)(dim, dim, relations).to(device)
+        ours.load_state_dict(peer.state_dict())
+        times: dict[str, list[float]] = {}
+        for graph, (n_src, _) in made:
+            for who, layer in (("ours", ours), ("PyG", peer)):
+                edges, types = (t.to(device, copy=True) for t in (graph.edges, graph.types))
+                x = torch.randn(n_src, dim, device=device)
+
+                def infer(layer: Any = layer, given: Any = (x, edges, types)) -> None:
+                    with torch.no_grad():
+                        layer(*given)
+
+                def step(layer: Any = layer, given: Any = (x, edges, types)) -> None:
+                    layer.zero_grad()
+                    layer(*given).sum().backward()
+
+                times.setdefault(f"{who} inference", []).append(timed(infer, device)[1])
+                edges += 0  # another graph to a layer that keeps plans
+                times.setdefault(f"{who} step", []).append(timed(step, device)[1])
+        ms = {what: 1e3 * statistics.median(taken[3:]) for what, taken in times.items()}
+        edge_count = statistics.median(len(graph.types) for graph, _ in made)
+        rows.append({
+            "layer": model,
+            "edges": round(edge_count),
+            **{f"{what} ms": took for what, took in ms.items()},
+            "PyG/ours inference": ms["PyG inference"] / ms["ours inference"],
+            "PyG/ours step": ms["PyG step"] / ms["ours step"],
+        })  # fmt: skip
+    return rows
 
 
 def inputs_of(

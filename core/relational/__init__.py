@@ -24,7 +24,7 @@ After chapter 3 of the thesis that describes Hector (ASPLOS'24): inter-operator 
 materialization, linear operator reordering, GEMM and traversal templates.
 """
 
-from .graph import PlanMemoryError, RelationalGraph
+from .graph import RelationalGraph
 from .kept_by_tensors import KeptByTensors
 from .layer_report import (
     LayerReport,
@@ -53,6 +53,7 @@ from .layers import (
 from .node_types import NodeTypes
 from .operator import run_on_edges, run_on_nodes
 from .passes import Passes
+from .plan_memory import PlanMemoryError
 from .program import CompiledProgram, Program, program
 from .trace import (
     ProgramError,

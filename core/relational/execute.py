@@ -17,7 +17,7 @@ import torch
 
 from ..engine.kernels.cpu import segment_sums
 from ..engine.kernels.cpu.typed_products import take
-from .graph import Hop, RelationalGraph
+from .graph import RelationalGraph
 from .kernel_steps import KernelSteps, Run
 from .products import Products
 from .steps import BY_INDEX, Step
@@ -264,19 +264,19 @@ class Machine(Products):
 
     def hop_dot(self, step: Step, to: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
         """Return the dot products of each edge's rows at both ends."""
-        hop: Hop = self.graph.hop(*step.attrs)
+        hop = self.graph.hop(*step.attrs)
         heads, width = step.width, step.args[0].width // max(step.width, 1)
         g, x = (_wide(t).reshape(len(t), heads, width) for t in (to, source))
         if self.loops and _looped(x) and width:
-            ends = (hop.to, hop.source, hop.edge)
             out: torch.Tensor = self.loops.dot_entries(
-                *ends, g.contiguous(), x.contiguous(), hop.n_edges
+                *hop.entries(), g.contiguous(), x.contiguous(), hop.n_edges
             )
         else:
-            weighed = (hop.edge >= 0).nonzero().flatten()
+            rows, columns, edges = hop.entries()
+            weighed = (edges >= 0).nonzero().flatten()
             out = x.new_zeros(hop.n_edges, heads)
-            product = (g[hop.to[weighed]] * x[hop.source[weighed]]).sum(-1)
-            out[hop.edge[weighed]] = product
+            product = (g[rows[weighed]] * x[columns[weighed]]).sum(-1)
+            out[edges[weighed]] = product
         return out.to(to.dtype).reshape(len(out), *step.shape)
 
     def softmax(self, step: Step, *terms: torch.Tensor) -> torch.Tensor:

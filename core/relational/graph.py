@@ -22,145 +22,31 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
 from ..engine.kernels.cpu import segment_sums
-from ..engine.kernels.cpu.typed_products import BLOCK_ROWS
-from ..errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    BitslabError,
-    IndexRangeError,
-    ModifiedInPlaceError,
-)
+from ..engine.kernels.uploads import Uploads
+from ..errors import ArgumentError, ArgumentTypeError, IndexRangeError, ModifiedInPlaceError
 from .kept_by_tensors import KeptByTensors, versions_of
 from .node_types import TYPE_SPACES, NodeTypes
+from .plan_memory import planning
+from .rows import NO_NODE, Hop, Rows, UploadedHop, length_of_batch, number_pairs, sort
 
 T = TypeVar("T")
 
 
-class PlanMemoryError(BitslabError, MemoryError):
-    """There is no memory for the plan of a graph: layers run the framework's own code then."""
+#: Up to so many edges and nodes together the plan of a GPU's graph is made on the host, from one
+#: copy of its tensors, and uploaded: a plan of the device takes 3 to 6 ms of the host's, however
+#: few edges there are, one of the host some 100 ns for each edge.
+HOST_ROWS = 1 << 15
 
 
-@contextlib.contextmanager
-def planning() -> Iterator[None]:
-    """Raise PlanMemoryError where memory runs out inside; make tensors that autograd may save."""
-    try:
-        with torch.inference_mode(False):
-            yield
-    except PlanMemoryError:
-        raise
-    except (MemoryError, RuntimeError) as error:
-        # torch has no class of its own for the host's memory.
-        kinds = (MemoryError, torch.OutOfMemoryError)
-        if not isinstance(error, kinds) and "can't allocate memory" not in str(error):
-            raise
-        raise PlanMemoryError(f"no memory for the plan of a graph: {error}") from error
-
-
-#: What stands for the node of a row that belongs to no pair.
-NO_NODE = -1
-#: From so many relations on, products of few rows are one batch of padded products, if padding at
-#: most doubles the rows: calls cost more than products then. On a GPU it is one kernel.
-BATCH_RELATIONS = 8
-
-
-def length_of_batch(counts: Sequence[int]) -> int | None:
-    """Return the rows that each relation is padded to for a batch, None where it is not worth it.
-
-    Parameters
-    ----------
-    counts : sequence of int
-        Rows of each relation.
-    """
-    n, length = sum(counts), max(counts, default=0)
-    few = len(counts) < BATCH_RELATIONS or not 0 < n <= BLOCK_ROWS
-    return None if few or len(counts) * length > 2 * n else length
-
-
-@dataclass(frozen=True)
-class Rows:
-    """The rows of a space.
-
-    Attributes
-    ----------
-    n : int
-        How many.
-    of_edge : torch.Tensor
-        int64 ``[E]``: the row of each edge, edges in the order of their destinations.
-    node : torch.Tensor or None
-        int64 ``[n]``: the node of each row of pairs, or NO_NODE; the edge of each typed edge.
-    relation : torch.Tensor or None
-        int64 ``[n]``: the relation of each row, where rows are sorted by relation.
-    bounds : list of int or None
-        The first row of each relation, and n, on the host.
-    """
-
-    n: int
-    of_edge: torch.Tensor
-    node: torch.Tensor | None = None
-    relation: torch.Tensor | None = None
-    bounds: list[int] | None = None
-
-
-class Hop:
-    """A sparse matrix between two spaces; some of its entries carry the weight of an edge.
-
-    Parameters
-    ----------
-    to, source : torch.Tensor
-        int64 ``[entries]``: row and column of each entry.
-    edge : torch.Tensor
-        int64 ``[entries]``: the edge whose weight the entry has; -1: it weighs 1.
-    to_rows, source_rows, n_edges : int
-        Rows of both spaces, and edges of the graph.
-    has_all_edges : bool
-        Whether each edge is an entry.
-    """
-
-    def __init__(
-        self,
-        to: torch.Tensor,
-        source: torch.Tensor,
-        edge: torch.Tensor,
-        to_rows: int,
-        source_rows: int,
-        n_edges: int,
-        has_all_edges: bool = False,
-    ) -> None:
-        self.to, self.source, self.edge = to, source, edge
-        self.to_rows, self.source_rows, self.n_edges = to_rows, source_rows, n_edges
-        self._by_row: dict[bool, tuple[torch.Tensor, ...]] = {}
-        self.has_all_edges = has_all_edges
-
-    def by_row(self, transposed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return starts, columns and edges of the entries row by row, of the transposed or not."""
-        found = self._by_row.get(transposed)
-        if found is None:
-            rows, columns = (self.source, self.to) if transposed else (self.to, self.source)
-            with planning():
-                order, starts = sort(rows, self.source_rows if transposed else self.to_rows)
-                found = self._by_row[transposed] = (starts, columns[order], self.edge[order])
-        return found  # type: ignore[return-value]
-
-
-def sort(
-    keys: torch.Tensor, n_keys: int, before: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the stable order of int64 keys and the start of each, on their device.
-
-    With an order `before`, equal keys are left in that order.
-    """
-    if keys.device.type == "cpu":
-        return segment_sums.order_by_key(keys, n_keys, before)
-    found, order = torch.sort(keys if before is None else keys[before], stable=True)
-    starts = torch.searchsorted(found, torch.arange(n_keys + 1, device=keys.device))
-    return order if before is None else before[order], starts
+def planned_on_host(device: torch.device, n_edges: int, n_nodes: int) -> bool:
+    """Return whether the plan of a GPU's graph is made on the host."""
+    return device.type != "cpu" and n_edges > 0 and n_edges + n_nodes <= HOST_ROWS
 
 
 def read_at_once(device: torch.device) -> bool:
@@ -226,13 +112,43 @@ class RelationalGraph:
         self._versions = versions_of(edge_index, edge_type)
         self._lock = threading.RLock()
         self._made: dict[Any, Any] = {}
-        columns = [edge_index[0], edge_index[1], edge_type]
+        self._host: RelationalGraph | None = None
+        #: Brings what is made on the host to the device of the graph.
+        self.uploads = Uploads(edge_type.device)
         with planning():
-            self._plan(columns)
+            if planned_on_host(edge_type.device, len(edge_type), sum(sizes)):
+                self._plan_on_host()
+            else:
+                self._plan([edge_index[0], edge_index[1], edge_type])
         # What plans hold: with plans of its own it would be a cycle, whose memory waits for the
         # garbage collector.
         self._without_plans = copy.copy(self)
         self._plans: dict[Any, Any] = {}
+
+    def _plan_on_host(self) -> None:
+        """Take order and rows from a graph of the CPU: what they are made of is read once."""
+        joined = torch.cat([self.edge_index.flatten(), self.edge_type]).long().cpu()
+        n = len(self.edge_type)
+        sizes = (self.num_src, self.num_dst)
+        self._host = RelationalGraph(
+            joined[: 2 * n].view(2, n), joined[2 * n :], sizes, self.num_relations, self.node_types
+        )
+
+    @property
+    def order(self) -> torch.Tensor:
+        """The edges in the order of their destinations, int64 ``[E]``."""
+        return self._in_order()[0]
+
+    @property
+    def starts(self) -> torch.Tensor:
+        """The first edge of each destination, in that order, and the end, int64 ``[N_dst + 1]``."""
+        return self._in_order()[1]
+
+    def _in_order(self) -> Sequence[torch.Tensor]:
+        host = self._host
+        if host is None:
+            return self._order, self._starts
+        return self.once("order", lambda: self.uploads.of([host.order, host.starts]))
 
     def _plan(self, columns: list[torch.Tensor]) -> None:
         """Check ranges and put the edges in order."""
@@ -253,8 +169,8 @@ class RelationalGraph:
             src, dst, kinds = (
                 t.clamp(0, max(n - 1, 0)) for t, n in zip((src, dst, kinds), counts, strict=True)
             )
-        self.order, self.starts = sort(dst, self.num_dst)
-        self._src, self._dst, self._type = src[self.order], dst[self.order], kinds[self.order]
+        self._order, self._starts = sort(dst, self.num_dst)
+        self._src, self._dst, self._type = (t[self._order] for t in (src, dst, kinds))
 
     def _check_ranges(self, ends: Sequence[int]) -> None:
         """Raise an error unless lowest and highest of each column, in turn, are in range."""
@@ -271,7 +187,7 @@ class RelationalGraph:
         order, starts = self._by_relation(None)  # of destinations too: these are in order
         by_src, _ = self._by_relation(sort(self._src, self.num_src)[0])
         found = [
-            _numbered(self._type, nodes, by, starts)
+            number_pairs(self._type, nodes, by, starts)
             for nodes, by in ((self._src, by_src), (self._dst, order))
         ]
         wrong = order[:0]
@@ -298,12 +214,12 @@ class RelationalGraph:
     @property
     def num_edges(self) -> int:
         """The number of edges."""
-        return len(self.order)
+        return len(self.edge_type)
 
     @property
     def device(self) -> torch.device:
         """Where the graph is, and where its programs run."""
-        return self.order.device
+        return self.edge_type.device
 
     def check_unchanged(self) -> None:
         """Raise an error if a tensor of the graph was changed in place since the plan was made."""
@@ -337,16 +253,28 @@ class RelationalGraph:
     def _kept(self, kept: dict[Any, Any], key: Any, make: Callable[[], T]) -> T:
         with self._lock:
             if key not in kept:
-                with planning():
+                # What a plan of the device uploads is there at once: products may be measured.
+                at_end = contextlib.nullcontext() if self._host is None else self.uploads
+                with planning(), at_end:
                     kept[key] = make()
             found: T = kept[key]
             return found
+
+    def row_count(self, space: str) -> int:
+        """Return how many rows a space has; nothing is uploaded for it."""
+        return (self._host or self).rows(space).n
+
+    def bounds(self, space: str) -> list[int] | None:
+        """Return `Rows.bounds` of a space; nothing is uploaded for it."""
+        return (self._host or self).rows(space).bounds
 
     def rows(self, space: str) -> Rows:
         """Return the rows of a space."""
         return self.once(f"rows {space}", lambda: self._make_rows(space))
 
     def _make_rows(self, space: str) -> Rows:
+        if self._host is not None:
+            return self._host.rows(space).uploaded(self.uploads)
         if space in ("src", "dst"):
             of_edge, n = (self._src, self.num_src) if space == "src" else (self._dst, self.num_dst)
             if self.node_types is None:
@@ -423,8 +351,8 @@ class RelationalGraph:
         rows, ends = self.rows(to), self.rows(source).of_edge
         if to == "edge":
             return ends
-        if source in TYPE_SPACES:
-            return self.once(f"{source} of {to}", lambda: self._types_of(source, to))
+        if source in TYPE_SPACES or (self._host is not None and to == "typed_edge"):
+            return self.once(f"{source} of {to}", lambda: self._index_of(source, to))
         if source == "edge" or to == "typed_edge":
             assert to == "typed_edge" and rows.node is not None
             return ends[rows.node]
@@ -432,8 +360,10 @@ class RelationalGraph:
         assert found is not None
         return found
 
-    def _types_of(self, source: str, to: str) -> torch.Tensor:
-        """Return the type, at one end of edges, of each row of a space."""
+    def _index_of(self, source: str, to: str) -> torch.Tensor:
+        """Return the type, at one end of edges, of each row of a space, or what the host makes."""
+        if self._host is not None:
+            return self.uploads.of([self._host.gather_index(source, to)])[0]
         assert self.node_types is not None
         kinds = self.rows(to).relation
         if to == TYPE_SPACES[source]:
@@ -457,7 +387,25 @@ class RelationalGraph:
         """
         return self.once(f"hop {name}", lambda: self._make_hop(name))
 
+    def entry_count(self, name: str) -> int:
+        """Return how many entries a matrix has; nothing is made for it."""
+        if name.startswith("gather:"):
+            return self.row_count(name.removeprefix("gather:").partition("<")[0])
+        if "<" in name:
+            return self.num_edges
+        way, _, space = name.partition(":")
+        edges = self.bounds("typed_edge")
+        pairs = self.bounds("pair_src"), self.bounds("pair_dst")
+        count = 0
+        for r, side in enumerate(_sides(space)):
+            bounds = edges if side == (way == "in") else pairs[side]
+            assert bounds is not None
+            count += bounds[r + 1] - bounds[r]
+        return count
+
     def _make_hop(self, name: str) -> Hop:
+        if self._host is not None:
+            return UploadedHop(self._host.hop(name), self.uploads)
         edges = self.rows("edge").of_edge
         if name.startswith("gather:"):
             to, source = name.removeprefix("gather:").split("<")
@@ -500,6 +448,8 @@ class RelationalGraph:
         """Return 1 / (edges of the pair of destination and relation) ``[n]`` of rows of a space."""
 
         def make() -> torch.Tensor:
+            if self._host is not None:
+                return self.uploads.of([self._host.inverse_counts(dtype, space)])[0]
             if space != "pair_dst":
                 of_pairs = self.inverse_counts(dtype)
                 return of_pairs.index_select(0, self.gather_index("pair_dst", space))
@@ -519,29 +469,6 @@ class RelationalGraph:
 def _sides(space: str) -> list[bool]:
     """Return for each relation of a mixed space whether it has pairs of destinations."""
     return [digit == "1" for digit in space.rpartition(":")[2]]
-
-
-def _numbered(
-    kinds: torch.Tensor, nodes: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Give numbers to the distinct pairs of edges that `order` sorts by kind, then node.
-
-    Returns
-    -------
-    of_edge, node, kind, bounds : torch.Tensor
-        int64: the pair of each edge; node and kind of each pair, undefined behind the last one; the
-        first pair of each kind, and the end. Nothing waits for the device.
-    """
-    by_kind, ends = kinds[order], nodes[order]
-    first = torch.ones_like(by_kind)
-    first[1:] = (by_kind[1:] != by_kind[:-1]) | (ends[1:] != ends[:-1])
-    up_to = first.cumsum(0)
-    of_edge, node, kind = (torch.empty_like(order) for _ in range(3))
-    of_edge[order] = up_to - 1
-    # Edges of a pair write the same.
-    node.scatter_(0, up_to - 1, ends)
-    kind.scatter_(0, up_to - 1, by_kind)
-    return of_edge, node, kind, torch.nn.functional.pad(up_to, (1, 0))[starts]
 
 
 _graphs = KeptByTensors()

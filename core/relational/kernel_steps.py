@@ -17,8 +17,9 @@ import torch
 from ..engine.kernels.cuda.product_source import staged
 from ..engine.kernels.cuda.typed_gemm import TypedTiles
 from ..engine.kernels.typed_products import PRODUCT_DTYPES, SCHEDULES, PackedRows
-from .graph import BATCH_RELATIONS, RelationalGraph
+from .graph import RelationalGraph
 from .product_ways import fastest_product
+from .rows import BATCH_RELATIONS
 from .steps import BY_INDEX, Step
 from .type_sums import levels_of
 
@@ -105,7 +106,7 @@ class KernelSteps:
     def _hop_dot(self, step: Step) -> Run:
         (name,) = step.attrs
         hop, width = self.graph.hop(name), step.args[0].width // step.width
-        entries = (hop.to, hop.source, hop.edge, hop.n_edges)
+        entries = (*hop.entries(), hop.n_edges)
         return self.kernels.segments.prepare_dots(
             *entries, step.width, width, self._wide, step.shape, hop.has_all_edges
         )
@@ -125,7 +126,7 @@ class KernelSteps:
 
     def _product(self, step: Step, index: torch.Tensor | None) -> Run | None:
         x = step.args[0]
-        bounds = self.graph.rows(x.space).bounds
+        bounds = self.graph.bounds(x.space)
         source = x.args[0] if x.op == "gather" else x
         if bounds is None or source.op == "packed":
             return None
@@ -141,7 +142,7 @@ class KernelSteps:
                 if self.kernels.typed.takes(rows, x.width, number)
             }
         read = x if index is None else source
-        shape = (self.graph.rows(read.space).n, x.width, step.width)
+        shape = (self.graph.row_count(read.space), x.width, step.width)
         return fastest_product(ways, shape, bounds, self.dtype, self.graph.device, index)
 
     def _typed(
@@ -199,4 +200,6 @@ def _note_little_memory(device: torch.device) -> None:
 
 def tiles_of(graph: RelationalGraph, space: str, bounds: Sequence[int]) -> TypedTiles:
     """Return how the rows of a space are cut for typed products."""
-    return graph.once(("tiles", space), lambda: TypedTiles.of(list(bounds), graph.device))
+    return graph.once(
+        ("tiles", space), lambda: TypedTiles.of(list(bounds), graph.device, graph.uploads)
+    )

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import ArgumentTypeError
-from .graph import PlanMemoryError
+from .plan_memory import PlanMemoryError
 from .program import PACKED
 
 #: The attribute of a layer with its calls by reason; "" for those that ran compiled.

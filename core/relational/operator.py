@@ -13,9 +13,10 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentTypeError
-from .graph import PlanMemoryError, RelationalGraph, forget_graph, graph_of
+from .graph import RelationalGraph, forget_graph, graph_of
 from .node_types import NodeTypes
 from .packed_changes import Packed
+from .plan_memory import PlanMemoryError
 from .program import PROGRAMS, CompiledProgram, autocast_dtype, cast_tensors
 from .steps import Shape, broadcast
 from .trace import Value, in_order

@@ -14,8 +14,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import ArgumentError
-from .graph import BATCH_RELATIONS, RelationalGraph
+from .graph import RelationalGraph
 from .node_types import TYPE_SPACES
+from .rows import BATCH_RELATIONS
 from .steps import Shape, Step, Steps, weighs
 from .trace import Value, in_order
 
@@ -82,6 +83,8 @@ class Lowering:
         self.steps = Steps(graph)
         self.graph, self.inputs, self.passes = graph, inputs, passes
         self.found: dict[int, Step] = {}
+        #: Inputs with a row for each node, edge, relation or type.
+        self.placed: list[Value] = []
         self.users = Counter(id(a) for value in in_order(outputs) for a in value.args)
         self.outputs = [self.output(value) for value in outputs]
         self._check_packed()
@@ -130,20 +133,8 @@ class Lowering:
         name = value.args[0].attrs[0]
         (letter,) = value.deps
         space, info = ROWS_OF[letter], self.inputs[name]
-        if space in TYPE_SPACES and self.graph.node_types is None:
-            raise ArgumentError(
-                f"{value.line}: input {name!r} is of {space}, and the graph has no node_types"
-            )
-        rows = self.steps.rows(space)
-        # A block's destinations are its first sources, and packed rows cannot be cut.
-        first = letter == "d" and info.packed and rows <= self.graph.num_src
-        accepted = (rows, self.graph.num_src) if first else (rows,)
-        if not info.shape or info.shape[0] not in accepted:
-            hint = "" if letter != "e" else ", or shared(...) of a tensor that all rows share"
-            raise ArgumentError(
-                f"{value.line}: input {name!r} has shape {list(info.shape)}; accepted are "
-                f"{rows} rows, one for each of {space}{hint}"
-            )
+        check_rows(value, info, self.graph)
+        self.placed.append(value)
         op = "packed" if info.packed else "input"
         leaf = self.steps.make(op, (), space, info.shape[1:], name)
         if letter == "e":
@@ -316,12 +307,12 @@ class Lowering:
         each relation, where there are few, while those of rows that are read by index are a kernel.
         """
         multiply, visit, copy, call, product, _ = self.steps.costs
-        sides = self.graph.rows("pair_src"), self.graph.rows("pair_dst")
-        edges = self.graph.rows("typed_edge").bounds
+        sides = self.graph.bounds("pair_src"), self.graph.bounds("pair_dst")
+        edges = self.graph.bounds("typed_edge")
         row = x.width * y.shape[-1] * multiply + (x.width + y.width) * copy
         chosen, saved, gains = [], 0.0, False
         for r in range(self.graph.num_relations):
-            sources, destinations = (s.bounds[r + 1] - s.bounds[r] for s in sides if s.bounds)
+            sources, destinations = (s[r + 1] - s[r] for s in sides if s)
             assert edges is not None
             n = edges[r + 1] - edges[r]
             before = sources * row + n * y.width * visit
@@ -335,6 +326,27 @@ class Lowering:
         added = (2 if weighted else 1) * call + more * product
         pays = gains if self.passes.sides else saved > added
         return chosen if pays else [False] * len(chosen)
+
+
+def check_rows(value: Value, info: InputInfo, graph: RelationalGraph) -> None:
+    """Raise an error unless an input has a row for each node, edge, relation or type of a graph."""
+    name = value.args[0].attrs[0]
+    (letter,) = value.deps
+    space = ROWS_OF[letter]
+    if space in TYPE_SPACES and graph.node_types is None:
+        raise ArgumentError(
+            f"{value.line}: input {name!r} is of {space}, and the graph has no node_types"
+        )
+    rows = graph.row_count(space)
+    # A block's destinations are its first sources, and packed rows cannot be cut.
+    first = letter == "d" and info.packed and rows <= graph.num_src
+    accepted = (rows, graph.num_src) if first else (rows,)
+    if not info.shape or info.shape[0] not in accepted:
+        hint = "" if letter != "e" else ", or shared(...) of a tensor that all rows share"
+        raise ArgumentError(
+            f"{value.line}: input {name!r} has shape {list(info.shape)}; accepted are "
+            f"{rows} rows, one for each of {space}{hint}"
+        )
 
 
 def _factors(value: Value) -> Iterator[Value]:

@@ -18,9 +18,10 @@ import torch
 
 from ..engine.kernels.cpu import typed_products
 from ..engine.kernels.cpu.typed_products import BLOCK_ROWS, take
-from .graph import RelationalGraph, length_of_batch
+from .graph import RelationalGraph
 from .kernel_steps import tiles_of
 from .packed_products import PackedProducts
+from .rows import length_of_batch
 from .steps import Step
 from .type_sums import levels
 
@@ -114,7 +115,7 @@ class Products:
     ) -> torch.Tensor:
         """Multiply each row by its relation's weight."""
         space = step.args[0].space
-        bounds = self.graph.rows(space).bounds
+        bounds = self.graph.bounds(space)
         if bounds is None:  # one row for each relation
             rows = self._plain(step, x, weight.dtype, index)
             return torch.matmul(rows.unsqueeze(-2), weight).squeeze(-2)
@@ -130,7 +131,7 @@ class Products:
     ) -> torch.Tensor:
         """Multiply each row by its relation's or type's weight, and add a row of the same."""
         space = step.args[0].space
-        bounds = self.graph.rows(space).bounds
+        bounds = self.graph.bounds(space)
         assert bounds is not None
         return self._product(space, bounds, x, weight, step, index, bias)
 
@@ -158,7 +159,7 @@ class Products:
     ) -> torch.Tensor:
         """Return for each relation the product of its rows of x, transposed, and of g."""
         space = step.args[0].space
-        bounds = self.graph.rows(space).bounds
+        bounds = self.graph.bounds(space)
         if bounds is None:
             rows = self._plain(step, x, g.dtype, index)
             return torch.mul(rows.unsqueeze(-1), g.unsqueeze(-2))
@@ -179,7 +180,7 @@ class Products:
         """Multiply rows by a weight that all share."""
         if isinstance(x, torch.Tensor):
             return torch.matmul(x, weight)
-        bounds = [0, self.graph.rows(step.space).n]
+        bounds = [0, self.graph.row_count(step.space)]
         if self.packed is not None:
             return self._product(f"all {step.space}", bounds, x, weight[None], step, None)
         out = weight.new_empty(bounds[-1], *step.shape)
@@ -202,7 +203,7 @@ class Products:
     ) -> torch.Tensor:
         if self.packed is not None:
             return rest + self.linear(step, x, weight)
-        out = weight.new_empty(self.graph.rows(step.space).n, *step.shape)
+        out = weight.new_empty(self.graph.row_count(step.space), *step.shape)
         for rows in typed_products.blocks(x, [0, len(out)], None, out.device):
             _, begin, end, decoded = rows
             start = rest if rest.ndim == 1 else rest[begin:end]
@@ -219,7 +220,7 @@ class Products:
             left, right = rows[::-1] if transposed else rows
             return torch.mm(left.t(), right)
         space = step.args[0].space
-        bounds = [0, self.graph.rows(space).n]
+        bounds = [0, self.graph.row_count(space)]
         if self.packed is not None:
             shape = step.shape[::-1] if transposed else step.shape
             step = dataclasses.replace(step, shape=shape)
@@ -351,7 +352,7 @@ class Products:
     ) -> torch.Tensor:
         """Return for each relation the sum of its rows, each times its one element of g."""
         pieces, *more = self.graph.once(
-            ("pieces", tuple(bounds)), lambda: levels(bounds, BLOCK_ROWS, self.graph.device)
+            ("pieces", tuple(bounds)), lambda: levels(bounds, BLOCK_ROWS, self.graph.uploads)
         )
         starts = pieces[0]
         elements = g.reshape(len(g), -1).contiguous()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,8 +18,8 @@ from .execute import Calls, Machine, Schedule
 from .gradient import differentiated, kept_of
 from .graph import RelationalGraph
 from .packed_changes import Packed, PackedWatch, naming_closed
-from .passes import InputInfo, Lowering, Passes, lowered
-from .steps import Step
+from .passes import InputInfo, Passes, check_rows, lowered
+from .steps import Step, costs_of
 from .symbolic import ASSUMED, symbolic_inputs
 from .trace import Value, described, in_order, trace
 
@@ -84,8 +86,8 @@ class Plan:
     backward : Schedule or None
         Gives the gradients of inputs that take one, from what it reads of the forward program and
         the gradients of outputs.
-    lowering : Lowering
-        What made the steps.
+    n_outputs : int
+        How many of the results of `forward` are outputs.
     run_forward, run_backward : Calls or None
         The schedules, bound to the graph.
     dtype : torch.dtype
@@ -94,8 +96,6 @@ class Plan:
         The places of the inputs that the forward program reads.
     gradients : list of int or None
         For each tensor among the inputs which result of `run_backward` is its gradient.
-    n_outputs : int
-        How many of the results of `forward` are outputs.
     packed : list of tuple of str and int
         Name and place of each packed input.
     read_again : list of tuple of str and int
@@ -105,21 +105,63 @@ class Plan:
     reordered: Sequence[Value]
     forward: Schedule
     backward: Schedule | None
-    lowering: Lowering
+    n_outputs: int
     run_forward: Calls
     run_backward: Calls | None
     dtype: torch.dtype
     reads: list[int]
     gradients: list[int | None]
-    n_outputs: int
     packed: list[tuple[str, int]]
     read_again: list[tuple[str, int]]
+
+
+class ProgramSteps(NamedTuple):
+    """The steps of a program, for any graph that has its spaces.
+
+    Attributes
+    ----------
+    reordered : sequence of Value
+        The program after linear operators were exchanged.
+    forward : Schedule
+        Gives the outputs, and what the backward program reads, its last results.
+    backward : Schedule or None
+        Gives gradients of inputs. What it is given begins with what it reads of `forward`.
+    n_outputs : int
+        How many of the results of `forward` are outputs.
+    placed : list of Value
+        The inputs that have rows of a graph.
+    """
+
+    reordered: Sequence[Value]
+    forward: Schedule
+    backward: Schedule | None
+    n_outputs: int
+    placed: list[Value]
+
+
+#: Up to so many edges steps are those of a graph of like sizes: to choose them takes the host 1 to
+#: 3 ms, and sampled blocks, each a graph, differ little.
+LIKE_EDGES = 1 << 16
+#: Kept for each program.
+LIKE_LIMIT = 64
+
+
+def like(graph: RelationalGraph) -> tuple[Any, ...] | None:
+    """Return what graphs have in common that share their steps; None for a large one."""
+    if graph.num_edges > LIKE_EDGES:
+        return None
+    sizes = [graph.num_src, graph.num_dst, graph.num_edges]
+    sizes += [graph.row_count(space) for space in ("pair_src", "pair_dst")]
+    types = None if graph.node_types is None else graph.node_types.count
+    lengths = tuple([n.bit_length() for n in sizes])
+    return graph.device.type, costs_of(graph.device), graph.num_relations, types, lengths
 
 
 class CompiledProgram:
     """A program that runs on tensors, with gradients.
 
-    Threads may share it. The steps are chosen anew for each graph and for new shapes.
+    Threads may share it. Steps are chosen for each graph and for new shapes of rows, and once for
+    small graphs of like sizes.
 
     Parameters
     ----------
@@ -135,6 +177,12 @@ class CompiledProgram:
         if backend not in ("auto", "torch"):
             raise ArgumentError(f'backend is {backend!r}; accepted are "auto" and "torch"')
         self.program, self.passes, self.backend = program, passes, backend
+        inner = in_order(program.outputs)
+        #: Inputs that all rows share: steps depend on their whole shapes.
+        self._shared = {v.args[0].attrs[0] for v in inner if v.op == "shared"}
+        #: Steps for small graphs, by `like` and what is known of inputs; those used last.
+        self._of_like: OrderedDict[Any, ProgramSteps] = OrderedDict()
+        self._lock = threading.Lock()
         #: Names it where only a number can, inside `torch.compile`.
         self.number = next(_numbers)
         PROGRAMS[self.number] = self
@@ -221,21 +269,21 @@ class CompiledProgram:
             for name, x in zip(names, inputs, strict=True)
         }
         wanted = [name for name, x in plain.items() if graded and x.requires_grad]
-        lowering, values, forward, backward = self._steps(graph, infos, wanted)
+        steps = self._steps_like(graph, infos, wanted)
+        forward, backward = steps.forward, steps.backward
         dtype = autocast or inputs[0].dtype
         machine = Machine(graph, dtype, self.backend == "auto", tf32 and dtype is torch.float32)
         kept = [] if backward is None else backward.given
         return Plan(
-            reordered=values,
+            reordered=steps.reordered,
             forward=forward,
             backward=backward,
-            lowering=lowering,
+            n_outputs=steps.n_outputs,
             run_forward=Calls(forward, machine),
             run_backward=None if backward is None else Calls(backward, machine),
             dtype=dtype,
             reads=[names.index(leaf.attrs[0]) for leaf in forward.given],
             gradients=[wanted.index(name) if name in wanted else None for name in plain],
-            n_outputs=len(lowering.outputs),
             packed=[(name, place) for place, name in enumerate(names) if name not in plain],
             read_again=[
                 (name, names.index(name))
@@ -243,14 +291,40 @@ class CompiledProgram:
             ],
         )
 
+    def _steps_like(
+        self, graph: RelationalGraph, infos: Mapping[str, InputInfo], wanted: Sequence[str]
+    ) -> ProgramSteps:
+        """Return the steps for a graph: of a small one those that one like it was given before.
+
+        Steps hold no rows. They are right for any graph, and fast for those of about its sizes.
+        """
+        key = like(graph)
+        if key is None:
+            return self._steps(graph, infos, wanted)
+        shapes = tuple([
+            (info.shape if name in self._shared else info.shape[1:], info.packed)
+            for name, info in infos.items()
+        ])  # fmt: skip
+        key = (*key, shapes, tuple(wanted))
+        with self._lock:
+            found = self._of_like.get(key)
+            if found is not None:
+                self._of_like.move_to_end(key)
+        if found is None:
+            found = self._steps(graph, infos, wanted)
+            with self._lock:
+                self._of_like[key] = found
+                if len(self._of_like) > LIKE_LIMIT:
+                    self._of_like.popitem(last=False)
+            return found
+        for value in found.placed:
+            check_rows(value, infos[value.args[0].attrs[0]], graph)
+        return found
+
     def _steps(
         self, graph: RelationalGraph, infos: Mapping[str, InputInfo], wanted: Sequence[str]
-    ) -> tuple[Lowering, Sequence[Value], Schedule, Schedule | None]:
-        """Return what made the steps, the reordered program, and both schedules.
-
-        What the backward one is given begins with what it reads of the forward one, whose last
-        results these are.
-        """
+    ) -> ProgramSteps:
+        """Return the steps that are predicted to cost least on a graph."""
         lowering, values = lowered(graph, infos, self.passes, self.program.outputs)
         outputs, fuse = lowering.outputs, self.passes.fuse
         kept: list[Step] = []
@@ -260,9 +334,10 @@ class CompiledProgram:
             kept = kept_of(outputs, [g for g in gradients if g is not None])
             backward = Schedule(gradients, [*kept, *seeds], fuse)
         leaves = [s for s in in_order(outputs) if s.op in ("input", "packed")]
-        return lowering, values, Schedule([*outputs, *kept], leaves, fuse), backward
+        forward = Schedule([*outputs, *kept], leaves, fuse)
+        return ProgramSteps(values, forward, backward, len(outputs), lowering.placed)
 
-    def _symbolic(self, graph: RelationalGraph) -> tuple[dict[str, InputInfo], Any]:
+    def _symbolic(self, graph: RelationalGraph) -> tuple[dict[str, InputInfo], ProgramSteps]:
         """Return shapes that inputs may have, and the steps for these."""
         given, reason = (self.program.names, self.program.outputs, graph), None
         for numbers in ("er", ""):  # factors of edges and relations are numbers, or vectors
@@ -321,23 +396,24 @@ class CompiledProgram:
             As for a call; with no inputs also where shapes do not follow from the program.
         """
         lines = [f"program {self.program.__name__} on {graph!r}", "", str(self.program), ""]
+        steps: Plan | ProgramSteps
         if inputs:
-            plan = self.plan(graph, inputs)
-            lowering, reordered, dtype = plan.lowering, plan.reordered, plan.dtype
-            forward, backward = plan.forward, plan.backward
+            steps = self.plan(graph, inputs)
+            dtype = steps.dtype
         else:
-            infos, (lowering, reordered, forward, backward) = self._symbolic(graph)
+            infos, steps = self._symbolic(graph)
             dtype = torch.get_default_dtype()
             shapes = ", ".join(f"{name} {list(info.shape)}" for name, info in infos.items())
             lines += [f"for {shapes}, of {dtype}, steps as for {ASSUMED} of each F", ""]
-        if reordered is not self.program.outputs:
-            lines += ["with linear operators reordered", "", described(reordered), ""]
+        forward, backward = steps.forward, steps.backward
+        if steps.reordered is not self.program.outputs:
+            lines += ["with linear operators reordered", "", described(steps.reordered), ""]
         given = [*forward.given, *(backward.given if backward else ())]
         leaves = [s for s in given if s.op in ("input", "packed")]
         names: dict[int, str] = {id(s): s.attrs[0].replace(" ", "") for s in leaves}
         for title, schedule in (("forward", forward), ("backward", backward)):
             if schedule is not None:
-                lines += [title, *_listing(schedule, lowering, dtype, names), ""]
+                lines += [title, *_listing(schedule, graph, dtype, names), ""]
         return "\n".join(lines)
 
 
@@ -374,7 +450,7 @@ def cast_tensors(inputs: Sequence[Any], dtype: torch.dtype) -> list[Any]:
 
 
 def _listing(
-    schedule: Schedule, lowering: Lowering, dtype: torch.dtype, names: dict[int, str]
+    schedule: Schedule, graph: RelationalGraph, dtype: torch.dtype, names: dict[int, str]
 ) -> list[str]:
     lines = []
     for step in schedule.order:
@@ -383,7 +459,7 @@ def _listing(
         arguments += [str(a) for a in step.attrs]
         if schedule.gathers(step):
             arguments.append(f"rows by {step.args[0].attrs[0]}")
-        rows = lowering.steps.rows(step.space)
+        rows = 1 if step.space == "shared" else graph.row_count(step.space)
         n_bytes = rows * dtype.itemsize * step.width
         lines.append(
             f"  {step.template:<9} {names[id(step)]} = {step.op}({', '.join(arguments)})"

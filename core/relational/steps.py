@@ -18,8 +18,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import ArgumentError
-from .graph import BATCH_RELATIONS, RelationalGraph
+from .graph import RelationalGraph
 from .node_types import TYPE_SPACES
+from .rows import BATCH_RELATIONS
 
 Shape = tuple[int, ...]
 
@@ -140,7 +141,7 @@ class Steps:
 
     def rows(self, space: str) -> int:
         """Return the rows of a space; 1 for shared."""
-        return 1 if space == "shared" else self.graph.rows(space).n
+        return 1 if space == "shared" else self.graph.row_count(space)
 
     def gather(self, x: Step, space: str) -> Step:
         """Return x on the rows of another space."""
@@ -277,10 +278,6 @@ class Steps:
             return self.make("sum_shape", (g,), g.space, like.shape)
         return g
 
-    def entries(self, name: str) -> int:
-        """Return how many entries a matrix has."""
-        return len(self.graph.hop(name).to)
-
     def cost(self, step: Step) -> float:
         """Return the predicted nanoseconds of a step."""
         multiply, visit, copy, call, product, _ = self.costs
@@ -298,7 +295,7 @@ class Steps:
             moved = rows * (x.width + step.width) * copy
             return rows * x.width * weight.shape[-1] * multiply + moved + call
         if step.op == "hop_sum":
-            return self.entries(step.attrs[0]) * step.width * visit + call
+            return self.graph.entry_count(step.attrs[0]) * step.width * visit + call
         if step.op == "hop_dot":
             return self.graph.num_edges * step.args[1].width * visit + call
         return self.rows(step.space) * step.width * copy * (len(step.args) + 1) + call

@@ -129,7 +129,7 @@ def symbolic_inputs(
     infos = {}
     for name in names:
         row = inputs.get(name, _Row(()))
-        count = (graph.rows(ROWS_OF[row.letter]).n,) if row.letter else ()
+        count = (graph.row_count(ROWS_OF[row.letter]),) if row.letter else ()
         infos[name] = InputInfo((*count, *map(size, row.alone(numbers))))
     return infos
 

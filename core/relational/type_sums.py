@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from ..engine.kernels.typed_products import pieces_of_types
+from ..engine.kernels.uploads import Uploads
 from .graph import RelationalGraph
 
 #: Rows of a piece: on a GPU a block adds it in a few steps, and a million rows still make fewer
@@ -20,7 +21,7 @@ PIECE_ROWS = 512
 Level = tuple[torch.Tensor, torch.Tensor]
 
 
-def levels(bounds: Sequence[int], piece_rows: int, device: torch.device) -> list[Level]:
+def levels(bounds: Sequence[int], piece_rows: int, uploads: Uploads) -> list[Level]:
     """Return segments whose sums are those of types, level by level.
 
     Parameters
@@ -29,8 +30,8 @@ def levels(bounds: Sequence[int], piece_rows: int, device: torch.device) -> list
         The first row of each type, and the end.
     piece_rows : int
         Rows of a piece, at most.
-    device : torch.device
-        Of the result.
+    uploads : Uploads
+        Of the device of the result.
 
     Returns
     -------
@@ -41,11 +42,12 @@ def levels(bounds: Sequence[int], piece_rows: int, device: torch.device) -> list
     _, begins, first = pieces_of_types(ends, piece_rows, least=1)
     starts = torch.cat([begins, ends[-1:]])
     found = [starts] if len(starts) == len(first) else [starts, first]
-    return [(each.to(device), torch.arange(int(each[-1]), device=device)) for each in found]
+    rows = [torch.arange(int(each[-1]), device=uploads.device) for each in found]
+    return list(zip(uploads.of(found), rows, strict=True))
 
 
 def levels_of(graph: RelationalGraph, space: str) -> list[Level]:
     """Return the levels of the rows of a space, in pieces of PIECE_ROWS."""
-    bounds = graph.rows(space).bounds
+    bounds = graph.bounds(space)
     assert bounds is not None
-    return graph.once(("sums by type", space), lambda: levels(bounds, PIECE_ROWS, graph.device))
+    return graph.once(("sums by type", space), lambda: levels(bounds, PIECE_ROWS, graph.uploads))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import bitslab.relational as rel
-from bitslab.relational import TYPED_SUM, WEIGHTED_SUM, Passes, execute, graph, steps
+from bitslab.relational import TYPED_SUM, WEIGHTED_SUM, Passes, execute, graph, rows, steps
 from tests.relational.oracle import random_graph
 from tests.relational.test_host_calls import launches_of
 from tests.simt.runner import simt_kernels
@@ -91,7 +91,7 @@ def test_products_that_a_gpu_is_called_for_one_by_one_count(
     program = TYPED_SUM.program.compile()
     order = program.plan(made, inputs_of(leaves, relations)).forward.order
     (space,) = [step.space for step in order if step.op == "typed_linear"]
-    few = relations < graph.BATCH_RELATIONS
+    few = relations < rows.BATCH_RELATIONS
     assert space.rpartition(":")[2] == ("pair_src" if few else "1" + "0" * (relations - 1))
 
 

@@ -19,7 +19,7 @@ from bitslab.errors import (
     IndexRangeError,
     ModifiedInPlaceError,
 )
-from bitslab.relational import graph
+from bitslab.relational import graph, rows
 from tests.relational.oracle import random_graph
 from tests.relational.programs import arithmetic, inputs_of, rgcn
 
@@ -227,11 +227,11 @@ def test_memory_that_runs_out_in_a_plan_has_an_error_of_its_own(error, monkeypat
 
 @pytest.mark.parametrize("late", [False, True], ids=["pairs", "order of rows"])
 def test_a_graph_without_memory_for_its_plan_is_not_kept(late, monkeypatch):
-    made, plain = [], graph.sort
+    made, plain = [], rows.sort
 
     def fail(*args):
         caller = sys._getframe(1)
-        if caller.f_code.co_name == ("by_row" if late else "_pairs"):
+        if caller.f_code.co_name == ("_sorted" if late else "_pairs"):
             raise MemoryError("Unable to allocate 8 GiB")
         if caller.f_code.co_name == "_place":
             made.append(weakref.ref(caller.f_locals["self"]))
@@ -241,6 +241,7 @@ def test_a_graph_without_memory_for_its_plan_is_not_kept(late, monkeypatch):
     edges, types = torch.randint(12, (2, 60)), torch.randint(4, (60,))
     with monkeypatch.context() as patched:
         patched.setattr("bitslab.relational.graph.sort", fail)
+        patched.setattr("bitslab.relational.rows.sort", fail)
         with pytest.raises(rel.PlanMemoryError):
             rel.run_on_edges(rgcn.compile(), edges, types, (12, 12), 4, *inputs.values())
     gc.collect()

@@ -12,7 +12,7 @@ import bitslab.relational as rel
 from bitslab.engine.kernels.typed_products import SCHEDULES
 from bitslab.relational import Passes, RelationalGraph, product_ways
 from bitslab.relational.steps import Costs
-from tests.gpu import waiting_raises
+from tests.gpu import counted_waits, waiting_raises
 from tests.relational.oracle import random_graph
 from tests.relational.programs import PROGRAMS, inputs_of, rgcn
 from tests.relational.test_node_types import hgt, typed_graph
@@ -129,9 +129,26 @@ def test_the_memory_of_a_graph_goes_with_its_last_user():
         gc.enable()
 
 
+@pytest.mark.parametrize("name", ["rgcn", "rgat"])
+def test_a_small_graph_is_read_once(name):
+    plain = random_graph(0, 300, 300, 2000, 12)
+    inputs = {k: x.cuda() for k, x in inputs_of(name, plain, torch.float32).items()}
+    program = PROGRAMS[name].compile()
+    run(program, on_gpu(plain), inputs)  # compiles
+    other = random_graph(1, 300, 300, 2000, 12)
+    edges = other.edge_index.cuda(), other.edge_type.cuda()
+    with counted_waits() as waits:
+        graph = RelationalGraph(*edges, (300, 300), 12)
+    assert len(waits) == 1
+    with waiting_raises():
+        run(program, graph, inputs)
+
+
+@pytest.mark.parametrize("on_host", [False, True], ids=["planned by the GPU", "by the host"])
 @pytest.mark.parametrize("reorder", [False, True])
 @pytest.mark.parametrize("heads", [1, 2])
-def test_hgt_of_features_gives_the_results_of_the_cpu(heads, reorder, monkeypatch):
+def test_hgt_of_features_gives_the_results_of_the_cpu(heads, reorder, on_host, monkeypatch):
+    monkeypatch.setattr("bitslab.relational.graph.HOST_ROWS", 1 << 15 if on_host else 0)
     # Operations alone count: products of weights are left out of graphs this small else.
     costs = dict.fromkeys(("cpu", "cuda"), Costs(1.0))
     monkeypatch.setattr("bitslab.relational.steps.COSTS", costs)

@@ -13,7 +13,7 @@ import bitslab.relational as rel
 from bitslab import CompressedTable
 from bitslab.errors import ArgumentError, ArgumentTypeError
 from bitslab.relational import NodeTypes, Passes
-from bitslab.relational.passes import cost_of
+from bitslab.relational.passes import InputInfo, cost_of, lowered
 from bitslab.relational.steps import Costs
 from bitslab.relational.trace import described
 from tests import pairwise
@@ -101,7 +101,12 @@ def test_rows_of_types_cost_no_pass_over_pairs(sizes, copies, monkeypatch):
         for reorder in (False, True):
             compiled = hgt(2, biased).program.compile(Passes(reorder=reorder))
             plan = compiled.plan(graph, inputs)
-            predicted[biased, reorder] = cost_of(plan.lowering)
+            infos = {
+                name: InputInfo(tuple(x.shape))
+                for name, x in zip(compiled.program.names, inputs, strict=True)
+            }
+            made, _ = lowered(graph, infos, Passes(reorder=reorder), compiled.program.outputs)
+            predicted[biased, reorder] = cost_of(made)
         assert predicted[biased, True] <= predicted[biased, False]
         steps = [step.op for step in plan.forward.order]
         assert ("weight_product" in steps) == (predicted[biased, True] < predicted[biased, False])

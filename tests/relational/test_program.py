@@ -15,7 +15,7 @@ import bitslab.relational as rel
 from bitslab.engine.kernels.cpu import segment_sums
 from bitslab.errors import ArgumentError
 from bitslab.relational import Passes
-from bitslab.relational.graph import NO_NODE
+from bitslab.relational.rows import NO_NODE
 from bitslab.relational.symbolic import symbolic_inputs
 from tests.relational.drawn_programs import programs
 from tests.relational.oracle import evaluate, random_graph
@@ -106,8 +106,8 @@ def test_rows_that_are_summed_first_have_the_lengths_of_a_batch():
     empty = rows.node == NO_NODE
     assert 0 < int(empty.sum()) < rows.n
     # No edge leads there or comes from there.
-    assert not empty[made.hop(f"in:{space}").to].any()
-    assert not empty[made.hop(f"out:{space}").source].any()
+    assert not empty[made.hop(f"in:{space}").entries()[0]].any()
+    assert not empty[made.hop(f"out:{space}").entries()[1]].any()
     assert not empty[rows.of_edge].any()
 
 

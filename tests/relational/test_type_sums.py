@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import bitslab.relational as rel
+from bitslab.engine.kernels.uploads import Uploads
 from bitslab.relational import RelationalGraph, execute, graph, type_sums
 from bitslab.relational.execute import Machine
 from bitslab.relational.steps import Steps
@@ -21,7 +22,7 @@ def test_levels_are_of_pieces_and_then_of_types(counts, piece_rows):
     bounds = [0, *torch.tensor(counts).cumsum(0).tolist()]
     rows = torch.randn(bounds[-1], 3, dtype=torch.float64)
     found, expected = rows, [part.sum(0) for part in rows.split(list(counts))]
-    levels = type_sums.levels(bounds, piece_rows, torch.device("cpu"))
+    levels = type_sums.levels(bounds, piece_rows, Uploads(torch.device("cpu")))
     assert len(levels) == 1 + (max(counts) > piece_rows)
     assert int(levels[0][0].diff().max()) <= piece_rows
     for starts, columns in levels:

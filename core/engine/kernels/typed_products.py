@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .format import CacheStorage, RowLayout, TableStorage
@@ -158,8 +159,10 @@ def pieces_of_types(
     starts : torch.Tensor
         int64 ``[types + 1]``: the first piece of each type, and the end.
     """
-    counts = (-(-ends.diff() // size)).clamp(min=least)
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    types = torch.arange(len(counts)).repeat_interleave(counts)
-    place = torch.arange(len(types)) - starts[types]
-    return types, ends[types] + size * place, starts
+    rows = ends.numpy()  # whose operators take a third of the time of torch's for so few elements
+    counts = np.maximum(-(-np.diff(rows) // size), least)
+    starts = np.zeros(len(rows), np.int64)
+    counts.cumsum(out=starts[1:])
+    types = np.arange(len(counts)).repeat(counts)
+    begins = rows[types] + size * (np.arange(len(types)) - starts[types])
+    return torch.from_numpy(types), torch.from_numpy(begins), torch.from_numpy(starts)

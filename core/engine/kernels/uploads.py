@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
+
+#: Of memory that tables share: more than the plan of a graph of some thousand edges.
+CHUNK_BYTES = 1 << 19
 
 _local = threading.local()
 
@@ -33,3 +36,67 @@ def uploaded(table: torch.Tensor, device: torch.device) -> torch.Tensor:
         # torch keeps page-locked memory from reuse until the copy is through.
         return table.pin_memory().to(device, non_blocking=True)
     return table.to(device)
+
+
+class Uploads:
+    """Tables of the CPU on a device: each has its memory at once, and its values by few copies.
+
+    Inside ``with uploads:`` they are copied when the outermost block ends; until then nothing may
+    read them. Copies are ordered behind what torch's current stream does, and nothing waits for
+    them. Threads may share it: others wait for a block to end.
+
+    Parameters
+    ----------
+    device : torch.device
+        Where the tables are wanted; those for the CPU are as they were.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._lock, self._depth = threading.RLock(), 0
+        self._host: torch.Tensor | None = None
+        self._there: torch.Tensor | None = None
+        self._used = self._copied = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._depth -= 1
+            if self._depth == 0:
+                self._copy()
+        finally:
+            self._lock.release()
+
+    def of(self, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return tables of the CPU on the device."""
+        if self.device.type == "cpu":
+            return list(tables)
+        with self:
+            return [self._placed(table) for table in tables]
+
+    def _placed(self, table: torch.Tensor) -> torch.Tensor:
+        n_bytes = table.numel() * table.itemsize
+        begin, host, there = self._used, self._host, self._there
+        if host is None or there is None or begin + n_bytes > len(host):
+            self._copy()
+            size = max(n_bytes, CHUNK_BYTES)
+            host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
+            there = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self._host, self._there, self._copied, begin = host, there, 0, 0
+        host[begin : begin + n_bytes].view(table.dtype).copy_(table.reshape(-1))
+        # 16 bytes: as aligned as kernels may read.
+        self._used = begin - (-n_bytes // 16) * 16
+        # Of `data`, so that what is copied later is no change of this table to autograd.
+        return there.data[begin : begin + n_bytes].view(table.dtype).view(table.shape)
+
+    def _copy(self) -> None:
+        """Copy what has been placed since the last time."""
+        if self._host is None or self._there is None or self._copied >= self._used:
+            return
+        part = slice(self._copied, self._used)
+        # torch keeps page-locked memory from reuse until the copy is through.
+        self._there.data[part].copy_(self._host[part], non_blocking=True)
+        self._copied = self._used

@@ -19,8 +19,8 @@ from torch_geometric.utils import coalesce, to_torch_csc_tensor
 from bitslab.errors import ArgumentTypeError, IndexRangeError
 from bitslab.integrations import pyg
 from bitslab.integrations.pyg import compile_relational, relational_calls, restore_relational
-from bitslab.relational.graph import sort
 from bitslab.relational.products import Products
+from bitslab.relational.rows import sort
 from bitslab.relational.steps import Costs
 from tests.helpers import options_id
 from tests.integrations.pyg.relational_layers import (

@@ -540,8 +540,10 @@ def outcomes_of(
     """
     # Both ranks begin in forks of one process that has imported TorchRec, and loaded the codecs.
     context = multiprocessing.get_context("forkserver")
+    # Not those that use a GPU: FBGEMM looks for GPUs as it is imported, and CUDA does not start in
+    # a fork of a process that has.
     modules = [__name__, module.__name__, "torch._dynamo", "tests.distributed.warm"]
-    context.set_forkserver_preload(modules)
+    context.set_forkserver_preload([] if "nccl" in given else modules)
     found: dict[str, dict[int, str]] = {name: {} for name in module.CHECKS}
     results = context.Queue()
     workers = [

@@ -228,7 +228,7 @@ class SegmentKernels:
         """
         device, rows = starts.device, len(starts) - 1
         of_result = (entries, *((heads,) if shape is None else shape))
-        factor = None if slope == 1 else torch.tensor([slope], dtype=dtype, device=device)
+        factor = None if slope == 1 else torch.full((1,), slope, dtype=dtype, device=device)
         fixed: dict[str, Value] = {
             "starts": starts, "rows": rows, "x_rows": x_rows, "y_rows": y_rows,
             "multiplied": multiplied, "slope": factor, "heads": heads,

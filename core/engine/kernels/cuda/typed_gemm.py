@@ -21,6 +21,7 @@ from ..typed_products import (
     pieces_of_types,
     schedules_of,
 )
+from ..uploads import Uploads
 from .parameters import Address, Int64, Parameters, Value, in_order
 from .product_source import RowSource, SharedMemory, SourceParameters, staged
 from .runner import Launch, Runner
@@ -89,14 +90,18 @@ class TypedTiles:
     _ends: torch.Tensor
 
     @classmethod
-    def of(cls, bounds: list[int], device: torch.device) -> TypedTiles:
+    def of(
+        cls, bounds: list[int], device: torch.device, uploads: Uploads | None = None
+    ) -> TypedTiles:
         """Return the tiles of types whose rows begin at `bounds`, which has their end too."""
         ends = torch.tensor(bounds, dtype=torch.int64)
         tiles, first_tile = _tiles(ends, TILE_ROWS)
         of_chunk, chunk_begins, chunk_starts = pieces_of_types(first_tile, CHUNK_TILES, least=1)
         last = torch.minimum(chunk_begins + CHUNK_TILES, first_tile[1:][of_chunk])
         chunks = torch.stack([chunk_begins, last], 1)
-        return cls(tiles.to(device), chunks.to(device), chunk_starts.to(device), ends)
+        given = [tiles, chunks, chunk_starts]
+        tiles, chunks, chunk_starts = (uploads or Uploads(device)).of(given)
+        return cls(tiles, chunks, chunk_starts, ends)
 
     @functools.cached_property
     def coarse(self) -> torch.Tensor:

@@ -1,0 +1,187 @@
+"""Rows of the spaces that values stand on, and sparse matrices between two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ..engine.kernels.cpu import segment_sums
+from ..engine.kernels.cpu.typed_products import BLOCK_ROWS
+from ..engine.kernels.uploads import Uploads
+from .plan_memory import planning
+
+#: What stands for the node of a row that belongs to no pair.
+NO_NODE = -1
+#: From so many relations on, products of few rows are one batch of padded products, if padding at
+#: most doubles the rows: calls cost more than products then. On a GPU it is one kernel.
+BATCH_RELATIONS = 8
+
+
+def length_of_batch(counts: Sequence[int]) -> int | None:
+    """Return the rows that each relation is padded to for a batch, None where it is not worth it.
+
+    Parameters
+    ----------
+    counts : sequence of int
+        Rows of each relation.
+    """
+    n, length = sum(counts), max(counts, default=0)
+    few = len(counts) < BATCH_RELATIONS or not 0 < n <= BLOCK_ROWS
+    return None if few or len(counts) * length > 2 * n else length
+
+
+#: Three arrays of the entries of a sparse matrix.
+Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The rows of a space.
+
+    Attributes
+    ----------
+    n : int
+        How many.
+    of_edge : torch.Tensor
+        int64 ``[E]``: the row of each edge, edges in the order of their destinations.
+    node : torch.Tensor or None
+        int64 ``[n]``: the node of each row of pairs, or NO_NODE; the edge of each typed edge.
+    relation : torch.Tensor or None
+        int64 ``[n]``: the relation of each row, where rows are sorted by relation.
+    bounds : list of int or None
+        The first row of each relation, and n, on the host.
+    """
+
+    n: int
+    of_edge: torch.Tensor
+    node: torch.Tensor | None = None
+    relation: torch.Tensor | None = None
+    bounds: list[int] | None = None
+
+    def uploaded(self, uploads: Uploads) -> Rows:
+        """Return rows of the CPU on a device."""
+        given = (self.of_edge, self.node, self.relation)
+        found = iter(uploads.of([t for t in given if t is not None]))
+        of_edge, node, relation = (None if t is None else next(found) for t in given)
+        assert of_edge is not None
+        return Rows(self.n, of_edge, node, relation, self.bounds)
+
+
+class Hop:
+    """A sparse matrix between two spaces; some of its entries carry the weight of an edge.
+
+    Parameters
+    ----------
+    to, source : torch.Tensor
+        int64 ``[entries]``: row and column of each entry.
+    edge : torch.Tensor
+        int64 ``[entries]``: the edge whose weight the entry has; -1: it weighs 1.
+    to_rows, source_rows, n_edges : int
+        Rows of both spaces, and edges of the graph.
+    has_all_edges : bool
+        Whether each edge is an entry.
+    """
+
+    def __init__(
+        self,
+        to: torch.Tensor,
+        source: torch.Tensor,
+        edge: torch.Tensor,
+        to_rows: int,
+        source_rows: int,
+        n_edges: int,
+        has_all_edges: bool = False,
+    ) -> None:
+        self._entries = (to, source, edge)
+        self.to_rows, self.source_rows, self.n_edges = to_rows, source_rows, n_edges
+        self._by_row: dict[bool, Entries] = {}
+        self.has_all_edges = has_all_edges
+
+    def entries(self) -> Entries:
+        """Return row, column and edge of each entry, three times int64 ``[entries]``."""
+        return self._entries
+
+    def by_row(self, transposed: bool) -> Entries:
+        """Return starts, columns and edges of the entries row by row, of the transposed or not."""
+        found = self._by_row.get(transposed)
+        if found is None:
+            with planning():
+                found = self._by_row[transposed] = self._sorted(transposed)
+        return found
+
+    def _sorted(self, transposed: bool) -> Entries:
+        to, source, edge = self._entries
+        rows, columns = (source, to) if transposed else (to, source)
+        order, starts = sort(rows, self.source_rows if transposed else self.to_rows)
+        return starts, columns[order], edge[order]
+
+
+class UploadedHop(Hop):
+    """A matrix of the CPU on a device: what is asked for is uploaded.
+
+    Parameters
+    ----------
+    hop : Hop
+        The matrix.
+    uploads : Uploads
+        Of the device where its entries are wanted.
+    """
+
+    def __init__(self, hop: Hop, uploads: Uploads) -> None:
+        sizes = (hop.to_rows, hop.source_rows, hop.n_edges)
+        super().__init__(*hop.entries(), *sizes, has_all_edges=hop.has_all_edges)
+        self._hop, self._uploads = hop, uploads
+        self._on_device: Entries | None = None
+
+    def entries(self) -> Entries:
+        """Return row, column and edge of each entry, on the device."""
+        if self._on_device is None:
+            with planning():
+                self._on_device = self._uploaded(self._hop.entries())
+        return self._on_device
+
+    def _sorted(self, transposed: bool) -> Entries:
+        return self._uploaded(self._hop.by_row(transposed))
+
+    def _uploaded(self, entries: Entries) -> Entries:
+        to, source, edge = self._uploads.of(entries)
+        return to, source, edge
+
+
+def sort(
+    keys: torch.Tensor, n_keys: int, before: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the stable order of int64 keys and the start of each, on their device.
+
+    With an order `before`, equal keys are left in that order.
+    """
+    if keys.device.type == "cpu":
+        return segment_sums.order_by_key(keys, n_keys, before)
+    found, order = torch.sort(keys if before is None else keys[before], stable=True)
+    starts = torch.searchsorted(found, torch.arange(n_keys + 1, device=keys.device))
+    return order if before is None else before[order], starts
+
+
+def number_pairs(
+    kinds: torch.Tensor, nodes: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Give numbers to the distinct pairs of edges that `order` sorts by kind, then node.
+
+    Returns
+    -------
+    of_edge, node, kind, bounds : torch.Tensor
+        int64: the pair of each edge; node and kind of each pair, undefined behind the last one; the
+        first pair of each kind, and the end. Nothing waits for the device.
+    """
+    by_kind, ends = kinds[order], nodes[order]
+    first = torch.ones_like(by_kind)
+    first[1:] = (by_kind[1:] != by_kind[:-1]) | (ends[1:] != ends[:-1])
+    up_to = first.cumsum(0)
+    of_edge, node, kind = (torch.empty_like(order) for _ in range(3))
+    of_edge[order] = up_to - 1
+    # Edges of a pair write the same.
+    node.scatter_(0, up_to - 1, ends)
+    kind.scatter_(0, up_to - 1, by_kind)
+    return of_edge, node, kind, torch.nn.functional.pad(up_to, (1, 0))[starts]
