@@ -113,10 +113,12 @@ class RelationalGraph:
         self._lock = threading.RLock()
         self._made: dict[Any, Any] = {}
         self._host: RelationalGraph | None = None
-        #: Brings what is made on the host to the device of the graph.
-        self.uploads = Uploads(edge_type.device)
+        on_host = planned_on_host(edge_type.device, len(edge_type), sum(sizes))
+        #: Brings what is made on the host to the device of the graph: some eight arrays of a plan.
+        rows = len(edge_type) + sum(sizes) if on_host else 64
+        self.uploads = Uploads(edge_type.device, chunk_bytes=64 * rows)
         with planning():
-            if planned_on_host(edge_type.device, len(edge_type), sum(sizes)):
+            if on_host:
                 self._plan_on_host()
             else:
                 self._plan([edge_index[0], edge_index[1], edge_type])

@@ -150,8 +150,7 @@ def like(graph: RelationalGraph) -> tuple[Any, ...] | None:
     """Return what graphs have in common that share their steps; None for a large one."""
     if graph.num_edges > LIKE_EDGES:
         return None
-    sizes = [graph.num_src, graph.num_dst, graph.num_edges]
-    sizes += [graph.row_count(space) for space in ("pair_src", "pair_dst")]
+    sizes = (graph.num_src, graph.num_dst, graph.num_edges)
     types = None if graph.node_types is None else graph.node_types.count
     lengths = tuple([n.bit_length() for n in sizes])
     return graph.device.type, costs_of(graph.device), graph.num_relations, types, lengths

@@ -8,9 +8,6 @@ from contextlib import contextmanager
 
 import torch
 
-#: Of memory that tables share: more than the plan of a graph of some thousand edges.
-CHUNK_BYTES = 1 << 19
-
 _local = threading.local()
 
 
@@ -49,10 +46,12 @@ class Uploads:
     ----------
     device : torch.device
         Where the tables are wanted; those for the CPU are as they were.
+    chunk_bytes : int
+        Of memory that tables share; a larger table has its own.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
+    def __init__(self, device: torch.device, chunk_bytes: int = 4096) -> None:
+        self.device, self._chunk_bytes = device, chunk_bytes
         self._lock, self._depth = threading.RLock(), 0
         self._host: torch.Tensor | None = None
         self._there: torch.Tensor | None = None
@@ -82,7 +81,7 @@ class Uploads:
         begin, host, there = self._used, self._host, self._there
         if host is None or there is None or begin + n_bytes > len(host):
             self._copy()
-            size = max(n_bytes, CHUNK_BYTES)
+            size = max(n_bytes, self._chunk_bytes)
             host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
             there = torch.empty(size, dtype=torch.uint8, device=self.device)
             self._host, self._there, self._copied, begin = host, there, 0, 0

@@ -7,7 +7,6 @@ import threading
 import pytest
 import torch
 
-from bitslab.engine.kernels import uploads
 from bitslab.engine.kernels.uploads import Uploads
 from tests.gpu import waiting_raises
 
@@ -26,10 +25,9 @@ def tables(seed: int, sizes: list[int]) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("chunk_bytes", [64, 1000, 1 << 19])
 @pytest.mark.parametrize("in_block", [False, True], ids=["one by one", "in a block"])
-def test_tables_arrive(in_block: bool, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "CHUNK_BYTES", chunk_bytes)
+def test_tables_arrive(in_block: bool, chunk_bytes: int) -> None:
     given = tables(0, [3, 0, 7, 1, 40, 2, 0, 5])
-    there = Uploads(CUDA)
+    there = Uploads(CUDA, chunk_bytes)
     with waiting_raises():
         if in_block:
             with there, there:
