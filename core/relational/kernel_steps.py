@@ -17,8 +17,8 @@ import torch
 from ..engine.kernels.cuda.product_source import staged
 from ..engine.kernels.cuda.typed_gemm import TypedTiles
 from ..engine.kernels.typed_products import PRODUCT_DTYPES, SCHEDULES, PackedRows
+from . import product_ways
 from .graph import RelationalGraph
-from .product_ways import fastest_product
 from .rows import BATCH_RELATIONS
 from .steps import BY_INDEX, Step
 from .type_sums import levels_of
@@ -131,19 +131,19 @@ class KernelSteps:
         if bounds is None or source.op == "packed":
             return None
         run = self._typed(step, bounds, index)
-        if step.op == "weight_grad" or len(x.shape) != 1:
+        small = bounds[-1] < product_ways.LARGE_ROWS
+        if run is None or small or step.op == "weight_grad" or len(x.shape) != 1:
             return run
-        ways: dict[str, Any] = {}
-        if run is not None:
-            rows = torch.empty(0, dtype=self.dtype, device="meta")
-            ways = {
-                schedule.name: functools.partial(self._typed, step, bounds, schedule=number)
-                for number, schedule in enumerate(SCHEDULES)
-                if self.kernels.typed.takes(rows, x.width, number)
-            }
+        rows = torch.empty(0, dtype=self.dtype, device="meta")
+        ways = {
+            schedule.name: functools.partial(self._typed, step, bounds, schedule=number)
+            for number, schedule in enumerate(SCHEDULES)
+            if self.kernels.typed.takes(rows, x.width, number)
+        }
         read = x if index is None else source
         shape = (self.graph.row_count(read.space), x.width, step.width)
-        return fastest_product(ways, shape, bounds, self.dtype, self.graph.device, index)
+        device = self.graph.device
+        return product_ways.fastest_product(ways, shape, bounds, self.dtype, device, index)
 
     def _typed(
         self, step: Step, bounds: list[int], index: torch.Tensor | None, schedule: int = 0

@@ -38,14 +38,13 @@ def fastest_product(
     dtype: torch.dtype,
     device: torch.device,
     index: torch.Tensor | None,
-) -> Run | None:
-    """Return what runs a product of rows by type in the least time; None: torch, by relation.
+) -> Run:
+    """Return what runs a product of rows by type in the least time.
 
     Parameters
     ----------
     kernels : mapping of str to callable
-        What binds the product's kernel to an index, by schedule, the usual one first; none where
-        torch multiplies relation by relation.
+        What binds the product's kernel to an index, by schedule, the usual one first.
     shape : tuple of int
         Rows of x, K and M.
     bounds : sequence of int
@@ -56,8 +55,6 @@ def fastest_product(
         int64: the rows of x that are multiplied; None: as they are.
     """
     n, (n_source, depth, width) = bounds[-1], shape
-    if not kernels:
-        return None
     way = next(iter(kernels))
     if n >= LARGE_ROWS and len(kernels) > 1 and can_measure(device):
         # Of rows that are read by index a part is drawn: a graph may have very many.

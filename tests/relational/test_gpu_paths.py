@@ -321,7 +321,8 @@ def test_as_many_rows_are_measured_as_the_product_reads(fuse, kernels, monkeypat
         read.append((shape[0], bounds[-1] if index is None else int(index.max()) + 1))
         return usual(ways, shape, bounds, dtype, device, index)
 
-    monkeypatch.setattr(kernel_steps, "fastest_product", fastest)
+    monkeypatch.setattr(product_ways, "LARGE_ROWS", 4)
+    monkeypatch.setattr(product_ways, "fastest_product", fastest)
     made = random_graph(0, 12, 12, 60, 9)
     inputs = inputs_of("rgcn", made, torch.float32)
     rgcn.compile(Passes(fuse=fuse, sides=False, compact=False))(made, *inputs.values())
