@@ -114,9 +114,10 @@ class RelationalGraph:
         self._made: dict[Any, Any] = {}
         self._host: RelationalGraph | None = None
         on_host = planned_on_host(edge_type.device, len(edge_type), sum(sizes))
-        #: Brings what is made on the host to the device of the graph: some eight arrays of a plan.
-        rows = len(edge_type) + sum(sizes) if on_host else 64
-        self.uploads = Uploads(edge_type.device, chunk_bytes=64 * rows)
+        #: Brings what is made on the host to the device of the graph: of a plan some 100 bytes for
+        #: each row.
+        rows = len(edge_type) + sum(sizes) if on_host else 32
+        self.uploads = Uploads(edge_type.device, chunk_bytes=128 * rows)
         with planning():
             if on_host:
                 self._plan_on_host()
@@ -237,7 +238,7 @@ class RelationalGraph:
         It must not hold the graph.
         """
         known: T | None = self._made.get(key)
-        if known is not None:
+        if known is not None and (self._host is None or not self.uploads.pending):
             return known
         return self._kept(self._made, key, make)
 
@@ -248,17 +249,24 @@ class RelationalGraph:
         the memory of all goes when the last user of the graph, or of a plan, is gone.
         """
         known: T | None = self._plans.get(key)
-        if known is not None:
+        if known is not None and (self._host is None or not self.uploads.pending):
             return known
         return self._kept(self._plans, key, lambda: make(self._without_plans))
 
     def _kept(self, kept: dict[Any, Any], key: Any, make: Callable[[], T]) -> T:
         with self._lock:
             if key not in kept:
+                self._check_not_captured()
                 # What a plan of the device uploads is there at once: products may be measured.
                 at_end = contextlib.nullcontext() if self._host is None else self.uploads
-                with planning(), at_end:
-                    kept[key] = make()
+                try:
+                    with planning(), at_end:
+                        made = make()
+                except BaseException:
+                    if self._host is not None and not self.uploads.pending:
+                        self._made.clear()  # what was made for it may not have been copied
+                    raise
+                kept[key] = made
             found: T = kept[key]
             return found
 
@@ -269,6 +277,14 @@ class RelationalGraph:
     def bounds(self, space: str) -> list[int] | None:
         """Return `Rows.bounds` of a space; nothing is uploaded for it."""
         return (self._host or self).rows(space).bounds
+
+    def _check_not_captured(self) -> None:
+        """Raise an error while a CUDA graph is captured: a plan would have no values before it."""
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ArgumentError(
+                "a plan of a graph is made inside the capture of a CUDA graph; accepted are calls "
+                "that have run once before it"
+            )
 
     def rows(self, space: str) -> Rows:
         """Return the rows of a space."""
@@ -310,8 +326,9 @@ class RelationalGraph:
         if self.device.type == "cpu":
             found = segment_sums.number_pairs(self._type, nodes, order, self.num_relations)
             of_edge, node, bounds = found
-            counts = torch.tensor(bounds).diff()
-            relation = torch.arange(self.num_relations).repeat_interleave(counts)
+            counts = torch.tensor(bounds, device=self.device).diff()
+            relations = torch.arange(self.num_relations, device=self.device)
+            relation = relations.repeat_interleave(counts)
             return Rows(len(node), of_edge, node, relation, bounds)
         none = order.new_empty(0)  # a graph on a GPU without edges: others have been surveyed
         return Rows(0, none, none, none, [0] * (self.num_relations + 1))

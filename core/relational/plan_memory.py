@@ -35,7 +35,8 @@ class planning:  # noqa: N801, as contextlib's
             self._mode.__exit__(kind, error, trace)
         if error is None or isinstance(error, PlanMemoryError):
             return
-        # torch has no class of its own for the host's memory.
-        by_text = isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+        # torch has no class of its own for the host's memory, page-locked or not.
+        texts = ("can't allocate memory", "out of memory")
+        by_text = isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
         if by_text or isinstance(error, MemoryError | torch.OutOfMemoryError):
             raise PlanMemoryError(f"no memory for the plan of a graph: {error}") from error

@@ -19,7 +19,7 @@ from .gradient import differentiated, kept_of
 from .graph import RelationalGraph
 from .packed_changes import Packed, PackedWatch, naming_closed
 from .passes import InputInfo, Passes, check_rows, lowered
-from .steps import Step, costs_of
+from .steps import Step, Steps, costs_of
 from .symbolic import ASSUMED, symbolic_inputs
 from .trace import Value, described, in_order, trace
 
@@ -115,28 +115,43 @@ class Plan:
     read_again: list[tuple[str, int]]
 
 
-class ProgramSteps(NamedTuple):
+class Schedules(NamedTuple):
     """The steps of a program, for any graph that has its spaces.
+
+    Attributes
+    ----------
+    forward : Schedule
+        Gives the outputs, and what the backward program reads, its last results.
+    backward : Schedule or None
+        Gives gradients of inputs. What it is given begins with what it reads of `forward`.
+    """
+
+    forward: Schedule
+    backward: Schedule | None
+
+
+class Chosen(NamedTuple):
+    """What was chosen for graphs of like sizes: for inference and training alike.
 
     Attributes
     ----------
     reordered : sequence of Value
         The program after linear operators were exchanged.
-    forward : Schedule
-        Gives the outputs, and what the backward program reads, its last results.
-    backward : Schedule or None
-        Gives gradients of inputs. What it is given begins with what it reads of `forward`.
-    n_outputs : int
-        How many of the results of `forward` are outputs.
+    outputs : list of Step
+        The steps of its outputs.
+    made : dict
+        All steps that were made (`Steps`).
     placed : list of Value
         The inputs that have rows of a graph.
+    schedules : dict
+        By the inputs that take gradients.
     """
 
     reordered: Sequence[Value]
-    forward: Schedule
-    backward: Schedule | None
-    n_outputs: int
+    outputs: list[Step]
+    made: dict[Any, Step]
     placed: list[Value]
+    schedules: dict[tuple[str, ...], Schedules]
 
 
 #: Up to so many edges steps are those of a graph of like sizes: to choose them takes the host 1 to
@@ -146,11 +161,16 @@ LIKE_EDGES = 1 << 16
 LIKE_LIMIT = 64
 
 
-def like(graph: RelationalGraph) -> tuple[Any, ...] | None:
-    """Return what graphs have in common that share their steps; None for a large one."""
+def like(graph: RelationalGraph, by_pairs: bool) -> tuple[Any, ...] | None:
+    """Return what graphs have in common that share their steps; None for a large one.
+
+    `by_pairs`: the distinct pairs of nodes and relations count too.
+    """
     if graph.num_edges > LIKE_EDGES:
         return None
-    sizes = (graph.num_src, graph.num_dst, graph.num_edges)
+    sizes = [graph.num_src, graph.num_dst, graph.num_edges]
+    if by_pairs:
+        sizes += [graph.row_count(space) for space in ("pair_src", "pair_dst")]
     types = None if graph.node_types is None else graph.node_types.count
     lengths = tuple([n.bit_length() for n in sizes])
     return graph.device.type, costs_of(graph.device), graph.num_relations, types, lengths
@@ -179,12 +199,16 @@ class CompiledProgram:
         inner = in_order(program.outputs)
         #: Inputs that all rows share: steps depend on their whole shapes.
         self._shared = {v.args[0].attrs[0] for v in inner if v.op == "shared"}
+        self._by_pairs = any(v.op == "typed_linear" for v in inner)
         #: Steps for small graphs, by `like` and what is known of inputs; those used last.
-        self._of_like: OrderedDict[Any, ProgramSteps] = OrderedDict()
+        self._of_like: OrderedDict[Any, Chosen] = OrderedDict()
         self._lock = threading.Lock()
         #: Names it where only a number can, inside `torch.compile`.
         self.number = next(_numbers)
         PROGRAMS[self.number] = self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CompiledProgram, (self.program, self.passes, self.backend)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CompiledProgram:
         """Return itself: nothing in it changes."""
@@ -268,16 +292,16 @@ class CompiledProgram:
             for name, x in zip(names, inputs, strict=True)
         }
         wanted = [name for name, x in plain.items() if graded and x.requires_grad]
-        steps = self._steps_like(graph, infos, wanted)
-        forward, backward = steps.forward, steps.backward
+        chosen = self._chosen(graph, infos)
+        forward, backward = self._schedules(graph, chosen, wanted)
         dtype = autocast or inputs[0].dtype
         machine = Machine(graph, dtype, self.backend == "auto", tf32 and dtype is torch.float32)
         kept = [] if backward is None else backward.given
         return Plan(
-            reordered=steps.reordered,
+            reordered=chosen.reordered,
             forward=forward,
             backward=backward,
-            n_outputs=steps.n_outputs,
+            n_outputs=len(chosen.outputs),
             run_forward=Calls(forward, machine),
             run_backward=None if backward is None else Calls(backward, machine),
             dtype=dtype,
@@ -290,29 +314,27 @@ class CompiledProgram:
             ],
         )
 
-    def _steps_like(
-        self, graph: RelationalGraph, infos: Mapping[str, InputInfo], wanted: Sequence[str]
-    ) -> ProgramSteps:
+    def _chosen(self, graph: RelationalGraph, infos: Mapping[str, InputInfo]) -> Chosen:
         """Return the steps for a graph: of a small one those that one like it was given before.
 
         Steps hold no rows. They are right for any graph, and fast for those of about its sizes.
         """
-        key = like(graph)
+        key = like(graph, self._by_pairs)
         if key is None:
-            return self._steps(graph, infos, wanted)
+            return self._cheapest(graph, infos)
         shapes = tuple([
             (info.shape if name in self._shared else info.shape[1:], info.packed)
             for name, info in infos.items()
         ])  # fmt: skip
-        key = (*key, shapes, tuple(wanted))
+        key = (*key, shapes)
         with self._lock:
             found = self._of_like.get(key)
             if found is not None:
                 self._of_like.move_to_end(key)
         if found is None:
-            found = self._steps(graph, infos, wanted)
+            found = self._cheapest(graph, infos)
             with self._lock:
-                self._of_like[key] = found
+                found = self._of_like.setdefault(key, found)
                 if len(self._of_like) > LIKE_LIMIT:
                     self._of_like.popitem(last=False)
             return found
@@ -320,29 +342,42 @@ class CompiledProgram:
             check_rows(value, infos[value.args[0].attrs[0]], graph)
         return found
 
-    def _steps(
-        self, graph: RelationalGraph, infos: Mapping[str, InputInfo], wanted: Sequence[str]
-    ) -> ProgramSteps:
+    def _cheapest(self, graph: RelationalGraph, infos: Mapping[str, InputInfo]) -> Chosen:
         """Return the steps that are predicted to cost least on a graph."""
         lowering, values = lowered(graph, infos, self.passes, self.program.outputs)
-        outputs, fuse = lowering.outputs, self.passes.fuse
+        return Chosen(values, lowering.outputs, lowering.steps.made, lowering.placed, {})
+
+    def _schedules(
+        self, graph: RelationalGraph, chosen: Chosen, wanted: Sequence[str]
+    ) -> Schedules:
+        """Return the steps with those of the gradients of some inputs."""
+        key = tuple(wanted)
+        with self._lock:
+            if key not in chosen.schedules:
+                chosen.schedules[key] = self._scheduled(Steps(graph, chosen.made), chosen, key)
+            return chosen.schedules[key]
+
+    def _scheduled(self, steps: Steps, chosen: Chosen, wanted: Sequence[str]) -> Schedules:
+        outputs, fuse = chosen.outputs, self.passes.fuse
         kept: list[Step] = []
         backward = None
         if wanted:
-            gradients, seeds = differentiated(lowering.steps, outputs, wanted)
+            gradients, seeds = differentiated(steps, outputs, wanted)
             kept = kept_of(outputs, [g for g in gradients if g is not None])
             backward = Schedule(gradients, [*kept, *seeds], fuse)
         leaves = [s for s in in_order(outputs) if s.op in ("input", "packed")]
-        forward = Schedule([*outputs, *kept], leaves, fuse)
-        return ProgramSteps(values, forward, backward, len(outputs), lowering.placed)
+        return Schedules(Schedule([*outputs, *kept], leaves, fuse), backward)
 
-    def _symbolic(self, graph: RelationalGraph) -> tuple[dict[str, InputInfo], ProgramSteps]:
+    def _symbolic(
+        self, graph: RelationalGraph
+    ) -> tuple[dict[str, InputInfo], Sequence[Value], Schedules]:
         """Return shapes that inputs may have, and the steps for these."""
         given, reason = (self.program.names, self.program.outputs, graph), None
         for numbers in ("er", ""):  # factors of edges and relations are numbers, or vectors
             try:
                 infos = symbolic_inputs(*given, numbers)
-                return infos, self._steps(graph, infos, list(infos))
+                chosen = self._chosen(graph, infos)
+                return infos, chosen.reordered, self._schedules(graph, chosen, list(infos))
             except ArgumentError as error:
                 reason = error
         raise ArgumentError(
@@ -395,18 +430,17 @@ class CompiledProgram:
             As for a call; with no inputs also where shapes do not follow from the program.
         """
         lines = [f"program {self.program.__name__} on {graph!r}", "", str(self.program), ""]
-        steps: Plan | ProgramSteps
         if inputs:
-            steps = self.plan(graph, inputs)
-            dtype = steps.dtype
+            plan = self.plan(graph, inputs)
+            reordered, forward, backward = plan.reordered, plan.forward, plan.backward
+            dtype = plan.dtype
         else:
-            infos, steps = self._symbolic(graph)
+            infos, reordered, (forward, backward) = self._symbolic(graph)
             dtype = torch.get_default_dtype()
             shapes = ", ".join(f"{name} {list(info.shape)}" for name, info in infos.items())
             lines += [f"for {shapes}, of {dtype}, steps as for {ASSUMED} of each F", ""]
-        forward, backward = steps.forward, steps.backward
-        if steps.reordered is not self.program.outputs:
-            lines += ["with linear operators reordered", "", described(steps.reordered), ""]
+        if reordered is not self.program.outputs:
+            lines += ["with linear operators reordered", "", described(reordered), ""]
         given = [*forward.given, *(backward.given if backward else ())]
         leaves = [s for s in given if s.op in ("input", "packed")]
         names: dict[int, str] = {id(s): s.attrs[0].replace(" ", "") for s in leaves}

@@ -137,10 +137,16 @@ class UploadedHop(Hop):
 
     def entries(self) -> Entries:
         """Return row, column and edge of each entry, on the device."""
-        if self._on_device is None:
-            with planning():
-                self._on_device = self._uploaded(self._hop.entries())
-        return self._on_device
+        with self._uploads:  # another thread's may not be copied yet
+            if self._on_device is None:
+                with planning():
+                    self._on_device = self._uploaded(self._hop.entries())
+            return self._on_device
+
+    def by_row(self, transposed: bool) -> Entries:
+        """Return starts, columns and edges of the entries row by row, on the device."""
+        with self._uploads:
+            return super().by_row(transposed)
 
     def _sorted(self, transposed: bool) -> Entries:
         return self._uploaded(self._hop.by_row(transposed))

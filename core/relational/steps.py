@@ -125,19 +125,21 @@ class Steps:
     ----------
     graph : RelationalGraph
         Its sizes give costs.
+    made : dict, optional
+        Steps of another one, which are found again.
     """
 
-    def __init__(self, graph: RelationalGraph) -> None:
+    def __init__(self, graph: RelationalGraph, made: dict[Any, Step] | None = None) -> None:
         self.graph = graph
-        self._made: dict[Any, Step] = {}
+        self.made: dict[Any, Step] = {} if made is None else made
         self.costs = costs_of(graph.device)
 
     def make(self, op: str, args: tuple[Step, ...], space: str, shape: Shape, *attrs: Any) -> Step:
         """Return a step; one that was made before where it is the same."""
         key = (op, tuple(map(id, args)), space, shape, attrs)
-        if key not in self._made:
-            self._made[key] = Step(op, args, attrs, space, shape)
-        return self._made[key]
+        if key not in self.made:
+            self.made[key] = Step(op, args, attrs, space, shape)
+        return self.made[key]
 
     def rows(self, space: str) -> int:
         """Return the rows of a space; 1 for shared."""

@@ -38,7 +38,7 @@ def levels(bounds: Sequence[int], piece_rows: int, uploads: Uploads) -> list[Lev
     list of (torch.Tensor, torch.Tensor)
         Of pieces and then, where a type has several, of types: their rows are the pieces' sums.
     """
-    ends = torch.tensor(bounds)
+    ends = torch.tensor(bounds, device="cpu")
     _, begins, first = pieces_of_types(ends, piece_rows, least=1)
     starts = torch.cat([begins, ends[-1:]])
     found = [starts] if len(starts) == len(first) else [starts, first]

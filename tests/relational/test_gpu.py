@@ -10,6 +10,7 @@ import torch
 import bitslab
 import bitslab.relational as rel
 from bitslab.engine.kernels.typed_products import SCHEDULES
+from bitslab.errors import ArgumentError
 from bitslab.relational import Passes, RelationalGraph, product_ways
 from bitslab.relational.steps import Costs
 from tests.gpu import counted_waits, waiting_raises
@@ -142,6 +143,24 @@ def test_a_small_graph_is_read_once(name):
     assert len(waits) == 1
     with waiting_raises():
         run(program, graph, inputs)
+
+
+def test_a_plan_inside_a_capture_is_refused():
+    plain = random_graph(0, 300, 300, 2000, 12)
+    inputs = [x.cuda() for x in inputs_of("rgcn", plain, torch.float32).values()]
+    made, program = on_gpu(plain), PROGRAMS["rgcn"].compile()
+    captured = torch.cuda.CUDAGraph()
+    with torch.no_grad():
+        program(on_gpu(plain), *inputs)  # compiles
+        with pytest.raises(ArgumentError, match="inside the capture of a CUDA graph"):
+            with torch.cuda.graph(captured):
+                program(made, *inputs)
+        expected = program(made, *inputs)
+        captured = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(captured):
+            found = program(made, *inputs)
+        captured.replay()
+        assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("on_host", [False, True], ids=["planned by the GPU", "by the host"])

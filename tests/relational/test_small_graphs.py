@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import importlib
+import pickle
+import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -13,8 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import bitslab.relational as rel
+from bitslab.engine.kernels import uploads
+from bitslab.engine.kernels.cuda.typed_gemm import TypedTiles
+from bitslab.engine.kernels.uploads import Uploads
 from bitslab.errors import ArgumentError, IndexRangeError
-from bitslab.relational import NodeTypes, Passes, RelationalGraph, graph
+from bitslab.relational import NodeTypes, Passes, RelationalGraph, graph, product_ways
+from bitslab.relational.type_sums import levels_of
 from tests.relational.oracle import random_graph
 from tests.relational.programs import PROGRAMS, inputs_of
 from tests.relational.test_node_types import hgt, typed_graph
@@ -22,11 +29,30 @@ from tests.relational.test_node_types import inputs_of as typed_inputs
 from tests.relational.test_program import values_and_gradients
 
 
+class LateUploads(Uploads):
+    """Uploads to the CPU that are copied as late as those to a GPU; -1 before."""
+
+    def of(self, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with self:
+            return [self._placed(table) for table in tables]
+
+
 def made_on_host(monkeypatch: pytest.MonkeyPatch, *given: Any) -> RelationalGraph:
     """Return a graph whose plan another one, of the host, makes, as those of a GPU are."""
-    once = iter([True])
+    once, of_host = iter([True]), iter([LateUploads])
+    monkeypatch.setattr(
+        uploads, "_page_locked", lambda n: torch.zeros(n, dtype=torch.uint8, device="cpu")
+    )
+    empty = torch.empty
+
+    def filled(*size: Any, **options: Any) -> torch.Tensor:
+        found = empty(*size, **options)
+        return found.fill_(255) if options.get("dtype") is torch.uint8 else found
+
+    monkeypatch.setattr(uploads.torch, "empty", filled)
     with monkeypatch.context() as patched:
         patched.setattr(graph, "planned_on_host", lambda *sizes: next(once, False))
+        patched.setattr(graph, "Uploads", lambda *a, **k: next(of_host, Uploads)(*a, **k))
         return RelationalGraph(*given)
 
 
@@ -152,6 +178,119 @@ def test_types_of_nodes_are_those_of_the_host(
     )
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
+
+
+def test_a_thread_waits_for_what_another_has_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = random_graph(3, 60, 60, 200, 4)
+    made = made_on_host(monkeypatch, plain.edge_index, plain.edge_type, 60, 4)
+    inside, go = threading.Event(), threading.Event()
+
+    def plan(rows: RelationalGraph) -> bool:
+        found.append(rows.order)
+        rows.rows("pair_src"), rows.hop("dst<edge").by_row(False)
+        inside.set()
+        return go.wait(30)
+
+    def read() -> None:
+        found.append(made.order.clone())
+        found.append(made.rows("pair_src").of_edge.clone())
+        found.append(made.hop("dst<edge").by_row(False)[0].clone())
+
+    found: list[torch.Tensor] = []
+    threads = [threading.Thread(target=made.plan, args=("plan", plan))]
+    threads[0].start()
+    assert inside.wait(30) and int(found[0].max()) == -1
+    threads.append(threading.Thread(target=read))
+    threads[1].start()
+    threads[1].join(0.2)
+    go.set()
+    for thread in threads:
+        thread.join()
+    expected = (
+        plain.order,
+        plain.order,
+        plain.rows("pair_src").of_edge,
+        plain.hop("dst<edge").by_row(False)[0],
+    )
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_what_was_not_copied_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = random_graph(3, 60, 60, 200, 4)
+    made = made_on_host(monkeypatch, plain.edge_index, plain.edge_type, 60, 4)
+    inputs = inputs_of("rgat", plain, torch.float64)
+    compiled = PROGRAMS["rgat"].compile()
+
+    def fail(chunk: Any) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("bitslab.engine.kernels.uploads._Chunk.copy", fail)
+        with pytest.raises(rel.PlanMemoryError, match="no memory for the plan"):
+            compiled(made, *inputs.values())
+    found, expected = outputs_of(compiled, made, inputs), outputs_of(compiled, plain, inputs)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_the_default_device_may_be_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = typed_graph(sizes=(9, 6, 3), edges=60)
+    given = (plain.edge_index, plain.edge_type, plain.num_src, plain.num_relations)
+    with torch.device("meta"):
+        made = made_on_host(monkeypatch, *given, plain.node_types)
+        for space in ("pair_src", "pair_dst", "typed_edge", "src"):
+            assert made.rows(space).of_edge.device.type == "cpu"
+        made.hop("dst<pair_src").by_row(True)
+        levels_of(made, "pair_src")
+        assert TypedTiles.of([0, 3, 9], torch.device("cpu")).tiles.device.type == "cpu"
+
+
+def test_training_has_the_bits_of_inference_after_other_graphs() -> None:
+    draw = torch.Generator().manual_seed(0)
+    ends = torch.randint(500, (2, 8000), generator=draw)
+    types, weight = (
+        torch.randint(3, (8000,), generator=draw),
+        torch.randn(3, 64, 64, generator=draw),
+    )
+    x = torch.randn(500, 64, generator=draw)
+    compiled = rel.TYPED_SUM.program.compile()
+    few = (torch.stack([ends[0], ends[1] % 8]), torch.stack([ends[0] % 8, ends[1]]))
+    for edges in few:
+        compiled(RelationalGraph(edges, types, 500, 3), x, weight.clone().requires_grad_())
+    for edges in few[::-1]:
+        made = RelationalGraph(edges, types, 500, 3)
+        trained = compiled(made, x, weight.clone().requires_grad_())
+        assert torch.equal(trained.detach(), compiled(made, x, weight))
+
+
+def test_graphs_of_other_pairs_have_other_steps() -> None:
+    draw = torch.Generator().manual_seed(0)
+    hubs, others = (torch.randint(n, (30_000,), generator=draw) for n in (30, 3000))
+    types = torch.randint(6, (30_000,), generator=draw)
+    inputs = (torch.randn(3000, 64), torch.randn(6, 64, 64))
+    shared = rel.TYPED_SUM.program.compile()
+    for ends in ((others, hubs), (hubs, others)):
+        made = RelationalGraph(torch.stack(ends), types, 3000, 6)
+        alone = rel.TYPED_SUM.program.compile().plan(made, inputs)
+        found = shared.plan(made, inputs)
+        assert [s.space for s in found.forward.order] == [s.space for s in alone.forward.order]
+
+
+def test_a_compiled_program_is_saved() -> None:
+    compiled = PROGRAMS["rgat"].compile(Passes(sides=False))
+    loaded = pickle.loads(pickle.dumps(compiled))
+    assert loaded.number != compiled.number and loaded.passes == compiled.passes
+    made = random_graph(0, 60, 60, 200, 4)
+    inputs = inputs_of("rgat", made, torch.float64)
+    for a, b in zip(
+        outputs_of(loaded, made, inputs), outputs_of(compiled, made, inputs), strict=True
+    ):
+        assert torch.equal(a, b)
+
+
+def test_no_product_is_measured_while_a_plan_is_made() -> None:
+    assert graph.HOST_ROWS < product_ways.LARGE_ROWS
 
 
 def test_what_the_host_reads_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:

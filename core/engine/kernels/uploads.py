@@ -53,9 +53,12 @@ class Uploads:
     def __init__(self, device: torch.device, chunk_bytes: int = 4096) -> None:
         self.device, self._chunk_bytes = device, chunk_bytes
         self._lock, self._depth = threading.RLock(), 0
-        self._host: torch.Tensor | None = None
-        self._there: torch.Tensor | None = None
-        self._used = self._copied = 0
+        self._chunk: _Chunk | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether a block has begun, whose tables may not be copied yet."""
+        return self._depth > 0
 
     def __enter__(self) -> None:
         self._lock.acquire()
@@ -63,10 +66,10 @@ class Uploads:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._depth -= 1
-            if self._depth == 0:
-                self._copy()
+            if self._depth == 1 and self._chunk is not None:
+                self._chunk.copy()
         finally:
+            self._depth -= 1
             self._lock.release()
 
     def of(self, tables: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -78,24 +81,58 @@ class Uploads:
 
     def _placed(self, table: torch.Tensor) -> torch.Tensor:
         n_bytes = table.numel() * table.itemsize
-        begin, host, there = self._used, self._host, self._there
-        if host is None or there is None or begin + n_bytes > len(host):
-            self._copy()
-            size = max(n_bytes, self._chunk_bytes)
-            host = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=True)
-            there = torch.empty(size, dtype=torch.uint8, device=self.device)
-            self._host, self._there, self._copied, begin = host, there, 0, 0
-        host[begin : begin + n_bytes].view(table.dtype).copy_(table.reshape(-1))
+        chunk = self._chunk
+        if chunk is None or not chunk.takes(n_bytes):
+            if chunk is not None:
+                chunk.copy()
+            chunk = self._chunk = _Chunk(self.device, max(n_bytes, self._chunk_bytes))
+        return chunk.placed(table, n_bytes)
+
+
+class _Chunk:
+    """Memory of a device that tables share, and those of them that are not copied yet."""
+
+    def __init__(self, device: torch.device, n_bytes: int) -> None:
+        self._there = torch.empty(n_bytes, dtype=torch.uint8, device=device)
+        self._stream = _stream_of(device)
+        self._used = 0
+        #: Page-locked, of what follows `_begin`, until it is copied.
+        self._host: torch.Tensor | None = None
+        self._begin = 0
+
+    def takes(self, n_bytes: int) -> bool:
+        """Return whether there is room, on the stream that torch's allocator orders it by."""
+        room = self._used + n_bytes <= len(self._there)
+        return room and self._stream == _stream_of(self._there.device)
+
+    def placed(self, table: torch.Tensor, n_bytes: int) -> torch.Tensor:
+        """Return a table's place."""
+        if self._host is None:
+            rest = len(self._there) - self._used
+            self._host = _page_locked(rest)
+            self._begin = self._used
+        begin = self._used
+        at = begin - self._begin
+        self._host[at : at + n_bytes].view(table.dtype).copy_(table.reshape(-1))
         # 16 bytes: as aligned as kernels may read.
         self._used = begin - (-n_bytes // 16) * 16
         # Of `data`, so that what is copied later is no change of this table to autograd.
-        return there.data[begin : begin + n_bytes].view(table.dtype).view(table.shape)
+        return self._there.data[begin : begin + n_bytes].view(table.dtype).view(table.shape)
 
-    def _copy(self) -> None:
+    def copy(self) -> None:
         """Copy what has been placed since the last time."""
-        if self._host is None or self._there is None or self._copied >= self._used:
+        if self._host is None:
             return
-        part = slice(self._copied, self._used)
+        there = self._there.data[self._begin : self._used]
         # torch keeps page-locked memory from reuse until the copy is through.
-        self._there.data[part].copy_(self._host[part], non_blocking=True)
-        self._copied = self._used
+        there.copy_(self._host[: len(there)], non_blocking=True)
+        self._host = None
+
+
+def _page_locked(n_bytes: int) -> torch.Tensor:
+    return torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+
+def _stream_of(device: torch.device) -> int:
+    """Return the address of torch's current stream on a device."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0

@@ -68,3 +68,13 @@ def test_threads_wait_for_a_block_to_end() -> None:
         assert thread.is_alive()
     thread.join()
     assert torch.equal(first.cpu(), torch.arange(3)) and torch.equal(found[0], torch.arange(7))
+
+
+def test_a_table_for_another_stream_has_other_memory() -> None:
+    there = Uploads(CUDA)
+    (first,) = there.of([torch.arange(3)])
+    with torch.cuda.stream(torch.cuda.Stream()):
+        (second,) = there.of([torch.arange(5)])
+        assert torch.equal(second.cpu(), torch.arange(5))
+    apart = first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr()
+    assert apart and torch.equal(first.cpu(), torch.arange(3))

@@ -34,7 +34,7 @@ def order_by_key(
     starts : torch.Tensor
         int64 ``[n_keys + 1]``.
     """
-    before = torch.arange(len(keys)) if before is None else before
+    before = torch.arange(len(keys), device="cpu") if before is None else before
     starts, order = np.zeros(n_keys + 2, np.int64), np.empty(len(keys), np.int64)
     call(summing().order_by_key, keys.numpy(), before.numpy(), starts, order)
     return torch.from_numpy(order), torch.from_numpy(starts[: n_keys + 1])

@@ -94,7 +94,7 @@ class TypedTiles:
         cls, bounds: list[int], device: torch.device, uploads: Uploads | None = None
     ) -> TypedTiles:
         """Return the tiles of types whose rows begin at `bounds`, which has their end too."""
-        ends = torch.tensor(bounds, dtype=torch.int64)
+        ends = torch.tensor(bounds, dtype=torch.int64, device="cpu")
         tiles, first_tile = _tiles(ends, TILE_ROWS)
         of_chunk, chunk_begins, chunk_starts = pieces_of_types(first_tile, CHUNK_TILES, least=1)
         last = torch.minimum(chunk_begins + CHUNK_TILES, first_tile[1:][of_chunk])
