@@ -157,7 +157,7 @@ class DeviceExchange:
         submit = self._helper.submit
         try:
             if deferred:  # the helper's thread waits for the ids, and encodes
-                self._tasks.append(submit(self._stages, 0, None, self._to_host(())[1]))
+                self._tasks.append(submit(self._stages, 0, None, self._event()))
                 return self._tasks[-1]
             self._drop_own_repeats()
             for piece in range(self._pieces):
@@ -242,7 +242,7 @@ class DeviceExchange:
 
         def encode_all() -> None:
             self._give_back()
-            coded[:] = self._encoded(self._not_raw(parts))
+            coded[:] = self._encoded(self._not_raw(parts))[0]
 
         with own_stream(self._device):
             encode = self._best(encode_all)
@@ -250,7 +250,7 @@ class DeviceExchange:
             for part in self._raw(parts):
                 moved_bytes[part.table] += part.coded.nbytes
             for each in coded:
-                pieces = self._bodies(each, each.offsets.tolist(), each.sizes.tolist())
+                pieces = self._bodies(each, each.numbers.tolist())
                 for part, piece in zip(each.parts, pieces, strict=True):
                     moved_bytes[part.table] += piece.nbytes
                 bodies = [
@@ -291,27 +291,29 @@ class DeviceExchange:
                 found.append(Part(to, number, given, coded, repeats))
         return found
 
-    def _encoded(self, parts: Sequence[Part]) -> list[Coded]:
-        """Encode the parts of each dtype by one pipeline."""
+    def _encoded(self, parts: Sequence[Part]) -> tuple[list[Coded], torch.Tensor]:
+        """Encode the parts of each dtype by one pipeline; return them, and all their numbers."""
         by_dtype: dict[torch.dtype, list[Part]] = {}
         for part in parts:
             by_dtype.setdefault(part.rows.dtype, []).append(part)
-        found = []
-        for of_dtype in by_dtype.values():
+        found, counts = [], [2 * len(of_dtype) + 1 for of_dtype in by_dtype.values()]
+        # In one tensor, which one copy brings to the host.
+        numbers = torch.empty(sum(counts), dtype=torch.int64, device=self._device)
+        pairs = zip(by_dtype.values(), numbers.split_with_sizes(counts), strict=True)
+        for of_dtype, of_bodies in pairs:
             values = [part.coded for part in of_dtype]
             options = [options_of(self._tables[part.table]) for part in of_dtype]
             out = self._take(send_bytes(values))
-            offsets, sizes = self._coder.encode_vectors(values, options, out)
-            found.append(Coded(of_dtype, out, offsets, sizes))
-        return found
+            self._coder.encode_vectors(values, options, out, numbers=of_bodies)
+            found.append(Coded(of_dtype, out, of_bodies))
+        return found, numbers
 
     def _coded(self, piece: int) -> tuple[_OnTheWay, torch.cuda.Event | None]:
         """Encode a piece; return it, and the event behind its sizes."""
         parts, raw = self._parts(piece), list[Part]()
         if self._some_raw:
             parts, raw = self._not_raw(parts), self._raw(parts)
-        coded = self._encoded(parts)
-        numbers = [t for each in coded for t in (each.offsets, each.sizes)]
+        coded, numbers = self._encoded(parts)
         host, encoded = self._to_host(numbers)
         return _OnTheWay(coded, raw, host), encoded
 
@@ -322,33 +324,33 @@ class DeviceExchange:
     def _not_raw(self, parts: Sequence[Part]) -> list[Part]:
         return [part for part in parts if not self._tables[part.table].candidate.raw]
 
-    def _to_host(
-        self, numbers: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.cuda.Event | None]:
+    def _to_host(self, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """Return numbers copied to page-locked memory, and the event behind all that is queued."""
-        joined = torch.cat(list(numbers)) if numbers else None
         if self._device.type == "cpu":
-            return torch.empty(0, dtype=torch.int64) if joined is None else joined, None
-        host = torch.empty(0, dtype=torch.int64)
-        if joined is not None:
-            host = torch.empty(len(joined), dtype=torch.int64, device="cpu", pin_memory=True)
-            host.copy_(joined, non_blocking=True)
+            return numbers, None
+        host = torch.empty(len(numbers), dtype=torch.int64, device="cpu", pin_memory=True)
+        host.copy_(numbers, non_blocking=True)
+        return host, self._event()
+
+    def _event(self) -> torch.cuda.Event | None:
+        """Return the event behind all that is queued; None on the CPU."""
+        if self._device.type == "cpu":
+            return None
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(current_stream(self._device))
-        return host, event
+        return event
 
-    def _bodies(
-        self, coded: Coded, offsets: Sequence[int], sizes: Sequence[int]
-    ) -> list[torch.Tensor]:
+    def _bodies(self, coded: Coded, numbers: Sequence[int]) -> list[torch.Tensor]:
         """Return the bytes of each part's rows: a body, or as they are where that is no shorter."""
-        cuts: list[int] = []
-        for i, n in enumerate(sizes):
-            cuts += [n, offsets[i + 1] - offsets[i] - n]
-        cuts.append(len(coded.out) - offsets[len(sizes)])
-        bodies = coded.out.split_with_sizes(cuts)
+        count, cuts = len(coded.parts), list[int]()
+        for i in range(count):
+            n = numbers[count + 1 + i]
+            cuts += n, numbers[i + 1] - numbers[i] - n
+        cuts.append(len(coded.out) - numbers[count])
+        bodies = coded.out.split_with_sizes(cuts)[::2]
         return [
-            bodies[2 * i] if sizes[i] < part.coded.nbytes else bytes_of(part.coded)
-            for i, part in enumerate(coded.parts)
+            body if body.shape[0] < part.coded.nbytes else bytes_of(part.coded)
+            for body, part in zip(bodies, coded.parts, strict=False)
         ]
 
     # In the helper's thread
@@ -442,28 +444,27 @@ class DeviceExchange:
         kept, at, numbers = list[torch.Tensor](), 0, sent.numbers.tolist()
         pairs: list[tuple[Part, torch.Tensor]] = []
         for each in sent.coded:
-            count = len(each.parts)
-            offsets, sizes = numbers[at : at + count + 1], numbers[at + count + 1 :][:count]
-            at += 2 * count + 1
+            begin, at = at, at + 2 * len(each.parts) + 1
             kept.append(each.out)
-            pairs += zip(each.parts, self._bodies(each, offsets, sizes), strict=True)
+            pairs += zip(each.parts, self._bodies(each, numbers[begin:at]), strict=True)
         if sent.raw:
             pairs += [(part, bytes_of(part.coded)) for part in sent.raw]
         for part, body in pairs:
-            table, head = self._tables[part.table], b""
-            if part.repeats is not None:
-                written = np.empty(part.repeats.nbytes, np.uint8)
-                part.repeats.write(written)
+            to, number, rows, coded, repeats = part
+            table, head, n_bytes = self._tables[number], b"", body.shape[0]
+            if repeats is not None:
+                written = np.empty(repeats.nbytes, np.uint8)
+                repeats.write(written)
                 head = written.tobytes()
-                if len(head) + body.nbytes >= part.rows.nbytes:
-                    head, body = b"", bytes_of(part.rows)
-                kept += [part.rows, part.coded]
-            elif body.nbytes >= part.rows.nbytes:
-                kept.append(part.rows)  # they cross from where they are
+                if len(head) + n_bytes >= rows.nbytes:
+                    head, body = b"", bytes_of(rows)
+                n_bytes = len(head) + body.shape[0]
+                kept += [rows, coded]
+            elif n_bytes >= rows.nbytes:
+                kept.append(rows)  # they cross from where they are
             if table.repeats and not head:
-                table.repeats[part.to] = None
-            n_bytes = len(head) + body.nbytes
-            found[part.to].append(Section(part.table, head, body, n_bytes))
+                table.repeats[to] = None
+            found[to].append(Section(number, head, body, n_bytes))
             table.moved_bytes += n_bytes
         if self._lane is not None:
             self._lane.keep(*kept)
@@ -475,35 +476,41 @@ class DeviceExchange:
     def _joined(self, messages: Sequence[Message]) -> Joined:
         """Return what is sent in both stages.
 
-        What the host writes of both goes to the device by one copy.
+        What the host writes of both goes to the device by one copy. A message that is one body
+        crosses from where that is.
         """
-        heads: list[bytes] = []
+        heads, bodies, sizes, by_id = list[bytes](), list[torch.Tensor](), list[int](), list[bool]()
         for message in messages:
-            of_parts = [section.n_bytes for section in message[:-1]]
-            heads.append(struct.pack(f"<{len(of_parts)}I", *of_parts))
-            heads += [section.head for section in message]
-        at, sizes = 0, []
-        for message in messages:
-            end = at + 1 + len(message)
-            sizes.append(len(heads[at]) + sum(section.n_bytes for section in message))
-            at = end
-        by_id = (any(section.head for section in message) for message in messages)
+            n_bytes = [section.n_bytes for section in message]
+            head = struct.pack(f"<{len(n_bytes[:-1])}I", *n_bytes[:-1])
+            sizes.append(len(head) + sum(n_bytes))
+            by_id.append(any([section.head for section in message]))
+            for section in message:
+                heads.append(head + section.head)
+                bodies.append(section.body)
+                head = b""
         descriptors = self._agreement.descriptors(sizes, self._calls)
         rows = [n for row in zip(descriptors, by_id, strict=True) for n in row]
-        said = struct.pack(f"<{len(rows)}q", *rows)
-        uploads = uploaded(b"".join([said, *heads]), self._device)
-        said_on_device, *heads_on_device = uploads.split_with_sizes([len(said), *map(len, heads)])
-        pieces, written = [], iter(heads_on_device)
-        for message in messages:
-            pieces.append(next(written))
-            for section in message:
-                pieces += [next(written), section.body]
-        total = sum(sizes)
-        joined = self._take(total)[:total]
-        if total:
-            torch.cat([piece for piece in pieces if piece.shape[0]], out=joined)
-        said_on_device = said_on_device.view(torch.int64).view(self._size, 2)
-        return Joined(joined, sizes, said_on_device, torch.empty_like(said_on_device))
+        written = bytearray(struct.pack(f"<{len(rows)}q", *rows))
+        cuts = [len(written), *[len(head) for head in heads if head]]
+        for head in heads:
+            written += head
+        said, *cut = uploaded(written, self._device).split_with_sizes(cuts)
+        uploads = iter(cut)
+        pieces: list[torch.Tensor] = []
+        for head, body in zip(heads, bodies, strict=True):
+            if head:
+                pieces.append(next(uploads))
+            pieces.append(body)
+        if len(pieces) == 1:
+            joined = pieces[0]
+        else:
+            total = sum(sizes)
+            joined = self._take(total)[:total]
+            if pieces:
+                torch.cat(pieces, out=joined)
+        said = said.view(torch.int64).view(self._size, 2)
+        return Joined(joined, sizes, said, torch.empty_like(said))
 
     def _exchanged(
         self,

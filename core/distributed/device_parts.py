@@ -18,9 +18,17 @@ class Coder(Protocol):
     """Codes tensors on one device, any number at once, without waiting for it."""
 
     def encode_vectors(
-        self, values: Sequence[torch.Tensor], options: Sequence[VectorOptions], out: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write bodies of tensors of one dtype to `out`; return offsets and sizes, int64 there."""
+        self,
+        values: Sequence[torch.Tensor],
+        options: Sequence[VectorOptions],
+        out: torch.Tensor,
+        *,
+        numbers: torch.Tensor,
+    ) -> object:
+        """Write bodies of tensors of one dtype to `out`, offsets and then sizes to `numbers`.
+
+        The latter are int64 ``[2 * tensors + 1]`` there.
+        """
 
     def decode_vectors(
         self, bodies: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], bounded: Sequence[bool]
@@ -52,12 +60,14 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Coded:
-    """Parts of one dtype: their bodies in one buffer, places and sizes on the device."""
+    """Parts of one dtype: their bodies in one buffer, on the device as their numbers are.
+
+    These are int64 ``[2 * parts + 1]``: where each body begins, where the last one ends, and sizes.
+    """
 
     parts: list[Part]
     out: torch.Tensor
-    offsets: torch.Tensor
-    sizes: torch.Tensor
+    numbers: torch.Tensor
 
 
 class Came(NamedTuple):
@@ -137,9 +147,9 @@ def bytes_of(rows: torch.Tensor) -> torch.Tensor:
     return rows.view(-1).view(torch.uint8)
 
 
-def uploaded(data: bytes, device: torch.device) -> torch.Tensor:
-    """Return bytes on a device; the host waits for nothing."""
-    t = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+def uploaded(data: bytearray, device: torch.device) -> torch.Tensor:
+    """Return bytes, of which there are some, on a device; the host waits for nothing."""
+    t = torch.frombuffer(data, dtype=torch.uint8)
     return t if device.type == "cpu" else t.pin_memory().to(device, non_blocking=True)
 
 

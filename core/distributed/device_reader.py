@@ -10,9 +10,9 @@ import numpy as np
 import torch
 
 from ..errors import CorruptedDataError
-from .device_parts import Came, Coder, Places, bytes_of, uploaded
+from .device_parts import Came, Coder, Places, bytes_of
 from .layout import Layout, Rows
-from .messages import Array, Fields
+from .messages import Array, Fields, on_device
 from .wire import BY_ID_HEADER, PART_SIZE
 
 
@@ -70,10 +70,9 @@ class DeviceReader:
         spread: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         if any(by_id):
             fields = self._fields(came, by_id)
+        if fields:
             given = _end_to_end([f.places for f in fields.values()], np.int64)
-            places = (
-                uploaded(given.tobytes(), self._device).view(torch.int64) if fields else data[:0]
-            )
+            places = on_device(given, self._device)
         bodies: list[tuple[torch.Tensor, torch.Tensor]] = []
         at = 0
         for number, each in enumerate(came):
@@ -89,7 +88,7 @@ class DeviceReader:
                 table = self._tables[each.table]
                 table.places = table.places or [None] * self._size
                 table.places[each.source] = of_part.places
-            if body.nbytes == out.nbytes:
+            if body.shape[0] == out.nbytes:
                 bytes_of(out).copy_(body)
             else:
                 bodies.append((body, out))
@@ -100,13 +99,15 @@ class DeviceReader:
     def _cut(self, piece: int, data: torch.Tensor, come: Sequence[int]) -> list[Came]:
         """Return the parts of messages; their sizes are read by one copy, where there are some."""
         spans = self._layout.received_spans(piece, self._pieces)
-        begins = [0, *accumulate(come)]
         heads = [PART_SIZE.size * max(0, len(of_rank) - 1) for of_rank in spans]
         for source, n_bytes in enumerate(come):
             if heads[source] > n_bytes and source != self._copied:
                 raise self._damaged(source, n_bytes, len(spans[source]))
-        read = [data[at : at + n] for at, n in zip(begins, heads, strict=False) if n]
-        numbers = self._on_host(read).view("<u4").tolist()
+        numbers: list[int] = []
+        if any(heads):
+            begins = accumulate(come, initial=0)
+            read = [data[at : at + n] for at, n in zip(begins, heads, strict=False) if n]
+            numbers = self._on_host(read).view("<u4").tolist()
         cuts: list[int] = []
         at = 0
         for source, (of_rank, n_bytes) in enumerate(zip(spans, come, strict=True)):
@@ -171,7 +172,9 @@ class DeviceReader:
         """Decode bodies of all dtypes, each dtype's by one pipeline."""
         by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for data, out in bodies:
-            data_of, outs = by_dtype.setdefault(out.dtype, ([], []))
+            if out.dtype not in by_dtype:
+                by_dtype[out.dtype] = [], []
+            data_of, outs = by_dtype[out.dtype]
             # A part behind rows of odd bytes begins at no word.
             data_of.append(data if data.data_ptr() % PART_SIZE.size == 0 else data.clone())
             outs.append(out)

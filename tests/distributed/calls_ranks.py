@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import FrameType
 from typing import Any
 from unittest import mock
@@ -39,12 +40,14 @@ class UncountedCoder(CpuCoder):
     """What a GPU does: none of it is the host's."""
 
     def encode_vectors(
-        self, values: Sequence[torch.Tensor], options: Any, out: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        found: tuple[torch.Tensor, torch.Tensor] = _uncounted(
-            super().encode_vectors, values, options, out
-        )
-        return found
+        self,
+        values: Sequence[torch.Tensor],
+        options: Any,
+        out: torch.Tensor,
+        *,
+        numbers: torch.Tensor,
+    ) -> None:
+        _uncounted(partial(super().encode_vectors, numbers=numbers), values, options, out)
 
     def decode_vectors(
         self, bodies: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], bounded: Any

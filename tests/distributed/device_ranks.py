@@ -40,8 +40,13 @@ class CpuCoder:
     """The codec's bodies of tensors on the CPU, behind the arguments of the kernels."""
 
     def encode_vectors(
-        self, values: Sequence[torch.Tensor], options: Sequence[VectorOptions], out: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self,
+        values: Sequence[torch.Tensor],
+        options: Sequence[VectorOptions],
+        out: torch.Tensor,
+        *,
+        numbers: torch.Tensor,
+    ) -> None:
         offsets, sizes = [0], []
         for t, option in zip(values, options, strict=True):
             bound = float(option.bound)
@@ -51,7 +56,7 @@ class CpuCoder:
             body = body[: raw_body_bytes(t.nbytes)]
             sizes.append(encode_body(t, bound, option.window, body, references=option.references))
             offsets.append(-(-(offsets[-1] + sizes[-1]) // 16) * 16)
-        return torch.tensor(offsets), torch.tensor(sizes)
+        numbers.copy_(torch.tensor([*offsets, *sizes]))
 
     def decode_vectors(
         self, bodies: Sequence[torch.Tensor], outs: Sequence[torch.Tensor], bounded: Sequence[bool]

@@ -70,10 +70,10 @@ def _out_of_memory(calls: int) -> Any:
     left = iter(range(calls))
 
     def limited(work: Callable[..., Any]) -> Callable[..., Any]:
-        def encode(*args: Any) -> Any:
+        def encode(*args: Any, **options: Any) -> Any:
             if next(left, None) is None:
                 raise MemoryError("no memory to encode")
-            return work(*args)
+            return work(*args, **options)
 
         return encode
 

@@ -63,9 +63,11 @@ def kept_on_the_lane(rank: int, ranks: int) -> dict[str, bool]:
     lane, seen = Lane(), dict[str, bool]()
     encode, choose = CpuCoder.encode_vectors, torch.Tensor.__getitem__
 
-    def encoded(coder: CpuCoder, values: Any, options: Any, to: torch.Tensor) -> Any:
+    def encoded(
+        coder: CpuCoder, values: Any, options: Any, to: torch.Tensor, *, numbers: torch.Tensor
+    ) -> None:
         seen["bound"] = _memory(each.bound for each in options) <= lane.kept
-        return encode(coder, values, options, to)
+        encode(coder, values, options, to, numbers=numbers)
 
     def chosen(rows: torch.Tensor, at: Any) -> torch.Tensor:
         if isinstance(at, torch.Tensor) and rows.dim() == 2:

@@ -113,6 +113,7 @@ class VectorEncodeKernels:
         options: Sequence[VectorOptions] | VectorPlan,
         out: torch.Tensor,
         sm_budget: int | None = None,
+        numbers: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Encode any number of tensors to one buffer by eight kernels, without waiting.
 
@@ -127,6 +128,9 @@ class VectorEncodeKernels:
             uint8 on the device, at a multiple of 16, of `vector_chunks.send_bytes` or more.
         sm_budget : int, optional
             No more blocks are started than this many multiprocessors hold.
+        numbers : torch.Tensor, optional
+            int64 ``[2 * tensors + 1]`` on the device, of which offsets and sizes are parts, so that
+            one copy brings both to the host.
 
         Returns
         -------
@@ -143,9 +147,10 @@ class VectorEncodeKernels:
         ArgumentTypeError
             When they are not of one dtype.
         """
-        device = out.device
-        offsets = torch.empty(len(values) + 1, dtype=torch.int64, device=device)
-        sizes = torch.empty(len(values), dtype=torch.int64, device=device)
+        count = len(values)
+        if numbers is None:
+            numbers = torch.empty(2 * count + 1, dtype=torch.int64, device=out.device)
+        offsets, sizes = numbers.split_with_sizes([count + 1, count])
         if not isinstance(options, VectorPlan):
             options = self._plans.encoding(values, options)
         self._encode(values, options, [out] * len(values), (out, offsets, sizes), sm_budget)
