@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -234,13 +234,10 @@ class CompressedAllToAll:
         check_tensor_argument("input", input)
         if input.dim() < 1:
             raise ArgumentError("input: 0 dimensions, expected [N, ...]")
-        given = Given(
-            self._states[""],
-            input,
-            sizes_of("output_split_sizes", output_split_sizes),
-            sizes_of("input_split_sizes", input_split_sizes),
-        )
-        call = self._call(group, [given], [row_ids], [received_ids])
+        received = sizes_of("output_split_sizes", output_split_sizes)
+        sent = sizes_of("input_split_sizes", input_split_sizes)
+        key = input.shape, input.dtype, received, sent
+        call = self._call(group, key, [input], [received], [sent], [row_ids], [received_ids])
         return self._apply(group, call, [input])[0]
 
     @not_traced
@@ -376,7 +373,7 @@ class CompressedAllToAll:
         receive = sizes_by_table("output_split_sizes", output_split_sizes)
         send = sizes_by_table("input_split_sizes", input_split_sizes)
         device = self._device_of(inputs, group)
-        given, tensors = [], []
+        tensors = []
         for name, state in self._states.items():
             t, table = inputs.get(name), state.table
             assert table is not None  # planned
@@ -385,10 +382,16 @@ class CompressedAllToAll:
             else:
                 check_rows(name, t, table.row_elements, table.dtype, device)
             tensors.append(t)
-            given.append(Given(state, t, receive.get(name, none), send.get(name, none)))
+        received = [receive.get(name, none) for name in self._states]
+        sent = [send.get(name, none) for name in self._states]
+        # Dtypes and rows were planned.
+        key = (*[t.shape[0] for t in tensors], *received, *sent)
         call = self._call(
             group,
-            given,
+            key,
+            tensors,
+            received,
+            sent,
             [row_ids.get(name) for name in self._states] if row_ids else None,
             [received_ids.get(name) for name in self._states] if received_ids else None,
             async_op=async_op,
@@ -427,45 +430,52 @@ class CompressedAllToAll:
     def _call(
         self,
         group: dist.ProcessGroup,
-        given: list[Given],
+        key: Hashable,
+        tensors: list[torch.Tensor],
+        received: Sequence[tuple[int, ...] | None],
+        sent: Sequence[tuple[int, ...] | None],
         row_ids: Sequence[torch.Tensor | None] | None,
         received_ids: Sequence[torch.Tensor | None] | None,
         *,
         async_op: bool = False,
     ) -> Call:
-        """Return a call, checked; what its sizes say is known where an earlier one had the same."""
-        refuse_capture(given[0].rows)
-        ranks = group.rank(), group.size()
-        key = (ranks, *((g.rows.shape, g.rows.dtype, g.received, g.sent) for g in given))
+        """Return a call, checked; what its sizes say is known where an earlier one had its key.
+
+        By table its tensor ``[N, ...]``, and rows of each rank and for each, where they were given.
+        """
+        device = tensors[0].device
+        refuse_capture(tensors[0])
+        key = group.rank(), group.size(), key
         try:
             plan = self._plans.get(key)
             if plan is None:
-                check_backend(group, given[0].rows.device, self._caller.codec)
+                check_backend(group, device, self._caller.codec)
+                given = list(map(Given, self._states.values(), tensors, received, sent))
                 plan = self._plans.keep(key, plan_of(group, given, self._caller.copied_rank(group)))
             if row_ids is not None:
-                self._check_ids(plan, given, row_ids)
+                self._check_ids(plan, tensors, row_ids)
             return Call(
                 plan,
                 row_ids or (),
-                self._received_ids(plan, received_ids, given[0].rows.device, needed=not async_op),
+                self._received_ids(plan, received_ids, device, needed=not async_op),
                 summed_back=row_ids is not None and torch.is_grad_enabled(),
                 iteration=self.iteration,
             )
         except Exception as error:
-            self._passes.fail(group, given[0].rows.device, error, async_op=async_op)
+            self._passes.fail(group, device, error, async_op=async_op)
             raise
 
     def _check_ids(
         self,
         plan: CallPlan,
-        given: Sequence[Given],
+        tensors: Sequence[torch.Tensor],
         row_ids: Sequence[torch.Tensor | None],
     ) -> None:
         """Refuse ids that do not fit their rows; what they hold is looked at by the pass."""
-        for part, each, ids in zip(plan.parts, given, row_ids, strict=True):
+        for part, t, ids in zip(plan.parts, tensors, row_ids, strict=True):
             if ids is not None and self._pieces > 1:
                 raise ArgumentError(f"row_ids: given with pieces={self._pieces}")
-            repeats_of(each.state.name, each.rows, part.send_rows, ids, needed=False)
+            repeats_of(part.state.name, t, part.send_rows, ids, needed=False)
 
     def _received_ids(
         self,

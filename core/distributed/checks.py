@@ -49,11 +49,12 @@ def named(argument: str, table: str) -> str:
 
 def check_names(tables: Collection[str], **arguments: Any) -> None:
     """Refuse arguments that are no mapping from names of tables."""
+    known = set(tables)
     for argument, given in arguments.items():
         if not isinstance(given, Mapping):
             raise ArgumentTypeError(f"{argument}: expected a mapping by table, got {given!r:.60}")
-        if not given.keys() <= set(tables):
-            unknown = sorted(map(str, set(given) - set(tables)))
+        if not given.keys() <= known:
+            unknown = sorted(map(str, set(given) - known))
             raise ArgumentError(f"{argument}: {unknown}, tables are {sorted(tables)}")
 
 
@@ -62,8 +63,9 @@ def check_rows(
 ) -> None:
     """Refuse rows that are not those of a planned table, on a device."""
     check_tensor_argument(f"inputs: {name}", t)
-    if t.dim() != 2 or t.shape[1] != row_elements:
-        raise ArgumentError(f"inputs: {name}: {list(t.shape)}, expected [N, {row_elements}]")
+    shape = t.shape
+    if len(shape) != 2 or shape[1] != row_elements:
+        raise ArgumentError(f"inputs: {name}: {list(shape)}, expected [N, {row_elements}]")
     if t.dtype != dtype:
         raise ArgumentTypeError(f"inputs: {name}: {t.dtype}, planned is {dtype}")
     if t.device != device:
@@ -245,6 +247,6 @@ def cut_rows(
 
 def rows_of(t: torch.Tensor, row: int) -> torch.Tensor:
     """Return a tensor as rows ``[N, row]`` in row-major order, a view where possible."""
-    if t.dim() == 2 and t.stride() == (row, 1) and not t.is_conj() and not t.is_neg():
-        return t.detach()
+    if t.stride() == (row, 1) and not t.is_conj() and not t.is_neg():
+        return t.detach() if t.requires_grad else t
     return dense(t).view(t.numel() // row if row else t.shape[0], row)

@@ -152,8 +152,10 @@ class DeviceExchange:
         deferred = False
         for table in self._tables:
             table.places = []
-            deferred = deferred or table.deferred is not None
-            self._some_raw = self._some_raw or table.candidate.raw
+            if table.deferred is not None:
+                deferred = True
+            if table.candidate.raw:
+                self._some_raw = True
         submit = self._helper.submit
         try:
             if deferred:  # the helper's thread waits for the ids, and encodes
@@ -172,9 +174,10 @@ class DeviceExchange:
     def _drop_own_repeats(self) -> None:
         """Forget which rows of this rank for itself share an id: these are copied."""
         for table in self._tables:
-            table.repeats = None if table.repeats is None else list(table.repeats)
-            if table.repeats and self._copied is not None:
-                table.repeats[self._copied] = None
+            if table.repeats is not None:
+                table.repeats = list(table.repeats)
+                if self._copied is not None:
+                    table.repeats[self._copied] = None
 
     def done(self) -> bool:
         """Return whether all is queued, or failed."""
@@ -479,29 +482,31 @@ class DeviceExchange:
         What the host writes of both goes to the device by one copy. A message that is one body
         crosses from where that is.
         """
-        heads, bodies, sizes, by_id = list[bytes](), list[torch.Tensor](), list[int](), list[bool]()
+        heads: list[bytes] = []
+        bodies: list[list[torch.Tensor]] = []  # behind each head
+        sizes, by_id = list[int](), list[bool]()
         for message in messages:
             n_bytes = [section.n_bytes for section in message]
-            head = struct.pack(f"<{len(n_bytes[:-1])}I", *n_bytes[:-1])
-            sizes.append(len(head) + sum(n_bytes))
-            by_id.append(any([section.head for section in message]))
-            for section in message:
-                heads.append(head + section.head)
-                bodies.append(section.body)
-                head = b""
+            heads.append(struct.pack(f"<{len(n_bytes[:-1])}I", *n_bytes[:-1]))
+            sizes.append(len(heads[-1]) + sum(n_bytes))
+            bodies.append([])
+            by_id.append(False)
+            for _, head, body, _ in message:
+                if head:
+                    by_id[-1] = True
+                    heads.append(head)
+                    bodies.append([])
+                bodies[-1].append(body)
         descriptors = self._agreement.descriptors(sizes, self._calls)
         rows = [n for row in zip(descriptors, by_id, strict=True) for n in row]
-        written = bytearray(struct.pack(f"<{len(rows)}q", *rows))
-        cuts = [len(written), *[len(head) for head in heads if head]]
-        for head in heads:
-            written += head
-        said, *cut = uploaded(written, self._device).split_with_sizes(cuts)
-        uploads = iter(cut)
+        said = struct.pack(f"<{len(rows)}q", *rows)
+        uploads = uploaded(bytearray().join([said, *heads]), self._device)
+        said_on_device, *cut = uploads.split_with_sizes([len(said), *map(len, heads)])
         pieces: list[torch.Tensor] = []
-        for head, body in zip(heads, bodies, strict=True):
+        for head, on_device, behind in zip(heads, cut, bodies, strict=True):
             if head:
-                pieces.append(next(uploads))
-            pieces.append(body)
+                pieces.append(on_device)
+            pieces += behind
         if len(pieces) == 1:
             joined = pieces[0]
         else:
@@ -509,8 +514,8 @@ class DeviceExchange:
             joined = self._take(total)[:total]
             if pieces:
                 torch.cat(pieces, out=joined)
-        said = said.view(torch.int64).view(self._size, 2)
-        return Joined(joined, sizes, said, torch.empty_like(said))
+        said_on_device = said_on_device.view(torch.int64).view(self._size, 2)
+        return Joined(joined, sizes, said_on_device, torch.empty_like(said_on_device))
 
     def _exchanged(
         self,

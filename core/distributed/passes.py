@@ -11,7 +11,7 @@ from ..engine.kernels.cuda.stream import current_stream
 from ..engine.kernels.vector_format import KINDS
 from ..engine.tasks import ThreadTask
 from ..errors import ArgumentError
-from .bounds import ErrorBound
+from .bounds import AdaptiveBound, ErrorBound
 from .caller import Caller
 from .checks import named, repeats_of, rows_of
 from .device_repeats import DeferredRepeats, FoundRepeats, RowsById
@@ -200,6 +200,7 @@ class Passes:
         on_device = bool(call.row_ids) and self._caller.coded_on_device(tensors[0].device)
         by_id: dict[int, RowsById] = {}
         looked_at: bool | None = None  # asked once, where a table has a bound or ids
+        bounds: dict[int, tuple[float, bool]] = {}  # of tables that share one object
         for number, (part, t) in enumerate(zip(plan.parts, tensors, strict=True)):
             flat, bound, relative = rows_of(t, part.row), 0.0, False
             repeats: list[Repeats | None] | None = None
@@ -209,10 +210,13 @@ class Passes:
                     looked_at = self._caller.looks_at_rows(FORWARD)
                 if looked_at and ids is not None and on_device:
                     by_id[number] = RowsById(part.state.name, flat, part.send_rows, ids.long())
-                elif looked_at:
+                elif looked_at and ids is not None:
                     repeats = repeats_of(part.state.name, flat, part.send_rows, ids, needed=True)
                 if looked_at and part.state.bound is not None:
-                    bound, relative = part.state.bound_of(flat, call.iteration)
+                    shared = id(part.state.bound)
+                    if shared not in bounds or isinstance(part.state.bound, AdaptiveBound):
+                        bounds[shared] = part.state.bound_of(flat, call.iteration)
+                    bound, relative = bounds[shared]
             rows.append(
                 Rows(
                     flat,
