@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -252,7 +253,11 @@ def checked_bound(error_bound: float | ErrorBound | None) -> ErrorBound | None:
     """Return a bound that was given as a number, a share of the range, as an `ErrorBound`."""
     if error_bound is None or isinstance(error_bound, ErrorBound):
         return error_bound
-    return ErrorBound(error_bound)
+    return _kept_bound(error_bound) if type(error_bound) is float else ErrorBound(error_bound)
+
+
+#: Those of one number are one object, which is checked once.
+_kept_bound = lru_cache(64)(ErrorBound)
 
 
 def homogenisation_index(rows: torch.Tensor, bound: float) -> float:

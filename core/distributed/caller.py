@@ -23,7 +23,7 @@ from .faults import ContentError, Faults, cause_of, reason_of
 from .helpers import helper_of
 from .host_selection import choose_on_host, record_of_plain
 from .kinds import Kinds
-from .layout import Kept, Layout, Rows, saved_back_bytes, sizes_of_tables
+from .layout import Layout, Rows, saved_back_bytes
 from .plain import PlainExchange
 from .selection import (
     COMPRESSED,
@@ -102,7 +102,6 @@ class Caller:
         self._last: ThreadTask[Any] | None = None
         self._model: NetworkModel | None = None
         self._kinds = Kinds()
-        self._layouts = Kept[Layout]()
 
     def begin_call(
         self,
@@ -204,15 +203,6 @@ class Caller:
         """Return the rank of a group whose rows are copied: this one, or None for none."""
         return None if self.own_rows_cross else group.rank()
 
-    def layout_of(self, group: dist.ProcessGroup, tables: Sequence[Rows]) -> Layout:
-        """Return the layout of tables' rows, which calls of the same sizes share."""
-        sizes, rank, copied = sizes_of_tables(tables), group.rank(), self.copied_rank(group)
-        key = sizes, rank, group.size(), copied
-        found = self._layouts.get(key)
-        if found is None:
-            found = self._layouts.keep(key, Layout(sizes, rank, group.size(), copied))
-        return found
-
     def coded_on_device(self, device: torch.device) -> bool:
         """Return whether rows are coded where they are, not by the host."""
         return device.type != "cpu"
@@ -222,8 +212,8 @@ class Caller:
         group: dist.ProcessGroup,
         tables: Sequence[Rows],
         choices: Sequence[TableChoice],
+        layout: Layout,
         way: int = 0,
-        layout: Layout | None = None,
         *,
         async_op: bool = False,
     ) -> UnderWay:
@@ -237,10 +227,10 @@ class Caller:
             As for `Exchange`.
         choices : sequence of TableChoice
             One a table; measured anew where this call decides.
+        layout : Layout
+            Of the tables' sizes.
         way : int
             0: forward, 1: backward.
-        layout : Layout, optional
-            Of the tables' sizes, where it is known.
         async_op : bool
             Whether rows that are coded on their device are still under way when it returns.
 
@@ -249,17 +239,16 @@ class Caller:
         UnderWay
             What is to be finished then.
         """
-        layout = layout or self.layout_of(group, tables)
         begun: UnderWay = OVER
         try:
             if not self.coded_on_device(tables[0].sent.device):
                 self._exchange_on_host(group, tables, choices, way, layout)
             elif async_op:
-                begun = self.start(group, tables, choices, way, layout, async_op=True)
+                begun = self.start(group, tables, choices, layout, way, async_op=True)
             else:
                 if this_thread.completes:
                     refuse_to_wait()
-                self.start(group, tables, choices, way, layout).finish()
+                self.start(group, tables, choices, layout, way).finish()
         except BaseException as error:
             self.faults.interrupted(error)
             raise
@@ -405,8 +394,8 @@ class Caller:
         group: dist.ProcessGroup,
         tables: Sequence[Rows],
         choices: Sequence[TableChoice],
+        layout: Layout,
         way: int = 0,
-        layout: Layout | None = None,
         *,
         async_op: bool = False,
     ) -> UnderWay:
@@ -416,7 +405,7 @@ class Caller:
 
         Parameters
         ----------
-        group, tables, choices, way, layout
+        group, tables, choices, layout, way
             As for `exchange`.
         async_op : bool
             Whether torch's own collective is asynchronous, and the exchange may be finished on any
@@ -430,7 +419,6 @@ class Caller:
         device, counters = tables[0].sent.device, self.counters[way]
         codes = device.type in BoundedVectorCodec.device_types
         alone = group.size() == 1 and not self.own_rows_cross
-        layout = layout or self.layout_of(group, tables)
         self._codes = codes and not alone
         if self.codec == "raw" or not self._codes:
             # Without counting: nothing is decided.

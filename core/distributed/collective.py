@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,7 @@ from ..engine.codecs import check_tensor_argument
 from ..engine.codecs.base import share_memory
 from ..errors import ArgumentError, ArgumentTypeError
 from ..tracing import not_traced
+from .agreement import TableSizes
 from .bounds import ErrorBound, checked_bound, value_of
 from .caller import Caller, checked_codec
 from .checks import (
@@ -23,12 +24,14 @@ from .checks import (
     refuse_capture,
     repeats_of,
     row_of,
+    rows_of,
+    sizes_of,
 )
 from .device_repeats import DeferredRepeats, FoundRepeats, RowsById
 from .faults import ContentError
 from .groups import PerGroup
 from .helpers import helper_of
-from .layout import Rows
+from .layout import Kept, Layout, Rows
 from .work import ExchangeWork, OfThread
 
 
@@ -142,19 +145,14 @@ def all_to_all_single(
         raise ArgumentError("output: a conjugate or negative view, expected its own memory")
     if share_memory(output, input):
         raise ArgumentError("output: shares memory with input")
-    check_dtype(input.dtype, bound)
-    check_backend(group, input.device)
-    row = row_of(input, row_shape)
-    if row_of(output, row_shape) != row:
-        raise ArgumentError(f"output: rows of {list(output.shape[1:])}, of input {row} elements")
-    sent, send_rows = cut_rows("input", input, row, input_split_sizes, group)
-    target, receive_rows = cut_rows("output", output, row, output_split_sizes, group)
-
-    caller = function_caller(group, codec)
+    kept = _kept_of(group, codec)
+    caller = kept.caller
+    row, send_rows, receive_rows, kind, layout = _sizes_of(
+        kept, group, output, input, output_split_sizes, input_split_sizes, bound, row_shape
+    )
+    sent, target = rows_of(input, row), rows_of(output, row)
     on_device = caller.coded_on_device(input.device)
-    # What all ranks have alike, and by what a call differs from others on this rank. Rows may have
-    # another size in every call: kinds of each size would never have enough calls to decide.
-    kind = str(input.dtype), row.bit_length()
+    # By what a call differs from others on this rank.
     own = (
         (sent.nbytes + target.nbytes).bit_length() // 2,
         None if bound is None else (bound.kind, bound.value),
@@ -194,9 +192,10 @@ def all_to_all_single(
             caller.fail_call(group, input.device, 0, error)
             raise
         if not async_op:
-            caller.exchange(group, [rows], [choice])
+            caller.exchange(group, [rows], [choice], layout)
             return None
-        return ExchangeWork(output, caller.start(group, [rows], [choice], async_op=True))
+        begun = caller.start(group, [rows], [choice], layout, async_op=True)
+        return ExchangeWork(output, begun)
 
     def run(over: dist.ProcessGroup, caller: Caller) -> None:
         choice = caller.begin_call(over, input.device, kind, own, bounded=bound is not None)
@@ -207,7 +206,7 @@ def all_to_all_single(
         except Exception as error:
             caller.fail_call(over, input.device, 0, error)
             raise
-        caller.exchange(over, [rows], [choice])
+        caller.exchange(over, [rows], [choice], layout)
         if into is not target:
             target.copy_(into)
 
@@ -219,12 +218,80 @@ def all_to_all_single(
     return ExchangeWork(output, OfThread(task))
 
 
-_callers: PerGroup[str, Caller] = PerGroup()
+class _Sizes(NamedTuple):
+    """What sizes and dtype of a call say.
+
+    Parameters
+    ----------
+    row : int
+        Elements of a row.
+    send_rows, receive_rows : list of int
+        Rows for each rank and of each.
+    kind : hashable
+        What all ranks have alike. Rows may have another size in every call: kinds of each size
+        would never have enough calls to decide.
+    layout : Layout
+        Of the rows.
+    """
+
+    row: int
+    send_rows: list[int]
+    receive_rows: list[int]
+    kind: Hashable
+    layout: Layout
+
+
+class _OfGroup(NamedTuple):
+    """What the function keeps of its calls over a communicator, by one codec."""
+
+    caller: Caller
+    sizes: Kept[_Sizes]
+
+
+_kept: PerGroup[str, _OfGroup] = PerGroup()
+
+
+def _kept_of(group: dist.ProcessGroup, codec: str) -> _OfGroup:
+    of_group = _kept.of(group)
+    if codec not in of_group:
+        of_group[codec] = _OfGroup(Caller(codec=codec, lasting=False), Kept())
+    return of_group[codec]
 
 
 def function_caller(group: dist.ProcessGroup, codec: str) -> Caller:
-    """Return what the function keeps between its exchanges over a communicator."""
-    of_group = _callers.of(group)
-    if codec not in of_group:
-        of_group[codec] = Caller(codec=codec, lasting=False)
-    return of_group[codec]
+    """Return what exchanges for the function over a communicator."""
+    return _kept_of(group, codec).caller
+
+
+def _sizes_of(
+    kept: _OfGroup,
+    group: dist.ProcessGroup,
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None,
+    input_split_sizes: Sequence[int] | None,
+    bound: ErrorBound | None,
+    row_shape: Sequence[int] | None,
+) -> _Sizes:
+    """Return what sizes and dtype of a call say, or refuse them; kept where they were the same."""
+    sent = sizes_of("input_split_sizes", input_split_sizes)
+    received = sizes_of("output_split_sizes", output_split_sizes)
+    copied = kept.caller.copied_rank(group)
+    given = input.shape, output.shape, sent, received, None if row_shape is None else str(row_shape)
+    key = given, input.dtype, input.device.type, bound is None, copied
+    found = kept.sizes.get(key)
+    if found is None:
+        check_dtype(input.dtype, bound)
+        check_backend(group, input.device)
+        row = row_of(input, row_shape)
+        if row_of(output, row_shape) != row:
+            raise ArgumentError(
+                f"output: rows of {list(output.shape[1:])}, of input {row} elements"
+            )
+        _, send_rows = cut_rows("input", input, row, sent, group)
+        _, receive_rows = cut_rows("output", output, row, received, group)
+        table = TableSizes("", input.dtype, row, tuple(send_rows), tuple(receive_rows))
+        layout = Layout([table], group.rank(), group.size(), copied)
+        kind = str(input.dtype), row.bit_length()
+        found = kept.sizes.keep(key, _Sizes(row, send_rows, receive_rows, kind, layout))
+    return found

@@ -334,7 +334,7 @@ class Passes:
                     "CompressedAllToAll: another thread is in a call of this object"
                 )
             choices = [p.state.choice if way == FORWARD else p.state.backward_choice for p in parts]
-            return self._caller.exchange(group, rows, choices, way, layout, async_op=async_op)
+            return self._caller.exchange(group, rows, choices, layout, way, async_op=async_op)
         finally:
             if self._inside is this_call:
                 del self._inside
