@@ -232,7 +232,7 @@ class DeviceExchange:
         """Return by table its rows for each rank."""
         if not self._sent:
             tables = ((number, self._tables[number]) for number in self._layout.wide)
-            self._sent = {i: t.sent.split_with_sizes(list(t.send_rows)) for i, t in tables}
+            self._sent = {i: t.sent.split_with_sizes(t.send_rows) for i, t in tables}
         return self._sent
 
     def trial(self) -> Trial:

@@ -154,14 +154,14 @@ class Memory(NamedTuple):
     ----------
     received : sequence of torch.Tensor
         ``[M, row]``.
-    parts : sequence of sequences of torch.Tensor
-        What each rank's rows are of it.
+    parts : sequence of sequences of torch.Tensor, or None
+        What each rank's rows are of it; None where that is cut once it is needed.
     whole : sequence of torch.Tensor
         What it is a part of.
     """
 
     received: Sequence[torch.Tensor]
-    parts: Sequence[Sequence[torch.Tensor]]
+    parts: Sequence[Sequence[torch.Tensor] | None]
     whole: Sequence[torch.Tensor]
 
 
@@ -362,10 +362,13 @@ class Layout:
         version of its own, by which autograd sees changes.
         """
         size = self.size
-        by_table: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor], torch.Tensor]] = {}
+        by_table: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor] | None, torch.Tensor]] = {}
         for dtype, row, tables, rows, by_rank in self._alike:
             data = torch.empty((sum(rows), row), dtype=dtype, device=device)
-            each = torch.unsafe_split_with_sizes(data, rows) if len(rows) > 1 else (data,)
+            if len(tables) == 1:
+                by_table[tables[0]] = data, None, data
+                continue
+            each = torch.unsafe_split_with_sizes(data, rows)
             parts = data.split_with_sizes(by_rank)
             for at, number in enumerate(tables):
                 by_table[number] = each[at], parts[size * at : size * (at + 1)], data

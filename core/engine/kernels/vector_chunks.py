@@ -308,10 +308,11 @@ class VectorPlan:
 
     def with_bounds(self, options: Sequence[VectorOptions]) -> VectorPlan:
         """Return the plan of the same tensors with bounds of other values."""
-        if not self.bounded:
+        bits = [each.bound_bits for each in options]
+        if not self.bounded or bits == self.numbers[:, _BOUND_AT].tolist():
             return self
         numbers = self.numbers.copy()
-        numbers[:, _BOUND_AT] = [each.bound_bits for each in options]
+        numbers[:, _BOUND_AT] = bits
         return replace(self, numbers=numbers)
 
     def addressed(
