@@ -135,7 +135,7 @@ class KernelSteps:
         if run is None or small or step.op == "weight_grad" or len(x.shape) != 1:
             return run
         rows = torch.empty(0, dtype=self.dtype, device="meta")
-        ways = {
+        ways: dict[str, Any] = {
             schedule.name: functools.partial(self._typed, step, bounds, schedule=number)
             for number, schedule in enumerate(SCHEDULES)
             if self.kernels.typed.takes(rows, x.width, number)

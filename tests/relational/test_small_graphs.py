@@ -49,7 +49,7 @@ def made_on_host(monkeypatch: pytest.MonkeyPatch, *given: Any) -> RelationalGrap
         found = empty(*size, **options)
         return found.fill_(255) if options.get("dtype") is torch.uint8 else found
 
-    monkeypatch.setattr(uploads.torch, "empty", filled)
+    monkeypatch.setattr(torch, "empty", filled)
     with monkeypatch.context() as patched:
         patched.setattr(graph, "planned_on_host", lambda *sizes: next(once, False))
         patched.setattr(graph, "Uploads", lambda *a, **k: next(of_host, Uploads)(*a, **k))
