@@ -5,7 +5,7 @@ block. "plan" is the making of the graph, which finds its order and checks its n
 the first call makes all else that a program needs (pairs, maps, CSRs) and runs; "all of the plan"
 is both, less a later call. Other graphs of the kind have run before, so that kernels are there.
 
-`blocks` has whole layers instead, PyG's beside ours, on blocks that each layer sees once, as it
+`blocks` has whole layers instead, PyG's and ours, on blocks that each layer sees once, as it
 does in training with neighbour sampling.
 """
 

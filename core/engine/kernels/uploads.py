@@ -56,7 +56,7 @@ class Uploads:
         self._chunk: _Chunk | None = None
 
     @property
-    def pending(self) -> bool:
+    def in_block(self) -> bool:
         """Whether a block has begun, whose tables may not be copied yet."""
         return self._depth > 0
 
