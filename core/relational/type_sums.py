@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from ..engine.kernels.typed_products import pieces_of_types
@@ -38,12 +39,12 @@ def levels(bounds: Sequence[int], piece_rows: int, uploads: Uploads) -> list[Lev
     list of (torch.Tensor, torch.Tensor)
         Of pieces and then, where a type has several, of types: their rows are the pieces' sums.
     """
-    ends = torch.tensor(bounds, device="cpu")
+    ends = np.array(bounds, np.int64)
     _, begins, first = pieces_of_types(ends, piece_rows, least=1)
-    starts = torch.cat([begins, ends[-1:]])
+    starts = np.append(begins, ends[-1:])
     found = [starts] if len(starts) == len(first) else [starts, first]
     rows = [torch.arange(int(each[-1]), device=uploads.device) for each in found]
-    return list(zip(uploads.of(found), rows, strict=True))
+    return list(zip(uploads.of([torch.from_numpy(each) for each in found]), rows, strict=True))
 
 
 def levels_of(graph: RelationalGraph, space: str) -> list[Level]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from ..format import ceil_div
 from .parameters import Address, Int32, Int64, Parameters, Value
-from .runner import Runner
+from .runner import Launch, Runner
 from .source import segment_sums_variant
 
 THREADS = 256  # of a block
@@ -102,7 +103,8 @@ class SegmentKernels:
     """The kernels of segment_sums.cu on one GPU: the functions of `kernels.cpu.segment_sums`.
 
     Sums are the same from run to run; those of a long row are added in another order than on the
-    CPU. What is called often is prepared: what does not change is bound to the kernel once.
+    CPU. What is called often is prepared. Kernels are bound once for the shapes of rows, and take
+    what belongs to a graph at each start: sampled graphs come once.
 
     Parameters
     ----------
@@ -112,6 +114,9 @@ class SegmentKernels:
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
+        self._most_blocks = BLOCKS * runner.multiprocessors
+        self._launches: dict[Any, Launch] = {}
+        self._slopes: dict[tuple[float, torch.dtype, torch.device], torch.Tensor] = {}
 
     def prepare_sum(
         self,
@@ -136,19 +141,8 @@ class SegmentKernels:
         shape : tuple of int
             Of a row of the result; ``[heads, width]`` by default.
         """
-        rows, values, device = len(starts) - 1, heads * width, starts.device
+        rows, device, most = len(starts) - 1, starts.device, _vector(width, dtype)
         of_result = (rows, *((heads, width) if shape is None else shape))
-
-        @functools.cache
-        def start(vector: int) -> Callable[..., None]:
-            lanes = _lanes(values // vector)
-            return self._bind(
-                SumSegments, dtype, vector, rows * lanes,
-                starts=starts, rows=rows, columns=columns, edges=edges, heads=heads, width=width,
-                lanes=lanes,
-            )  # fmt: skip
-
-        most = _vector(width, dtype)
 
         def run(x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
             out = torch.empty(of_result, dtype=dtype, device=device)
@@ -156,7 +150,13 @@ class SegmentKernels:
             weights = None if weights is None else weights.contiguous()
             scale = 0 if weights is None else weights.data_ptr()
             x_at, out_at = x.data_ptr(), out.data_ptr()
-            start(1 if (x_at | out_at) & 15 else most)(scale, x_at, out_at)
+            vector = 1 if (x_at | out_at) & 15 else most
+            lanes = _lanes(heads * width // vector)
+            blocks = self._blocks(rows * lanes)
+            if blocks:
+                entries = (starts.data_ptr(), rows, columns.data_ptr(), edges.data_ptr())
+                start = self._launch(SumSegments, dtype, vector, heads, width=width, lanes=lanes)
+                start(blocks, *entries, scale, x_at, out_at)
             return out
 
         return run
@@ -184,26 +184,21 @@ class SegmentKernels:
         each : bool
             Whether each edge has an entry: others have no 0 written then.
         """
-        n, device = len(rows), rows.device
+        n, device, most = len(rows), rows.device, _vector(width, dtype)
         of_result = (n_edges, *((heads,) if shape is None else shape))
         make = torch.empty if each else torch.zeros
-
-        @functools.cache
-        def start(vector: int) -> Callable[..., None]:
-            lanes = _lanes(width // vector)
-            return self._bind(
-                DotEntries, dtype, vector, n * heads * lanes,
-                rows=rows, columns=columns, edges=edges, entries=n, heads=heads, width=width,
-                lanes=lanes,
-            )  # fmt: skip
-
-        most = _vector(width, dtype)
 
         def run(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             out = make(of_result, dtype=dtype, device=device)
             g, x = g.contiguous(), x.contiguous()
             g_at, x_at = g.data_ptr(), x.data_ptr()
-            start(1 if (g_at | x_at) & 15 else most)(g_at, x_at, out.data_ptr())
+            vector = 1 if (g_at | x_at) & 15 else most
+            lanes = _lanes(width // vector)
+            blocks = self._blocks(n * heads * lanes)
+            if blocks:
+                entries = (rows.data_ptr(), columns.data_ptr(), edges.data_ptr(), n)
+                start = self._launch(DotEntries, dtype, vector, heads, width=width, lanes=lanes)
+                start(blocks, *entries, g_at, x_at, out.data_ptr())
             return out
 
         return run
@@ -228,20 +223,23 @@ class SegmentKernels:
         """
         device, rows = starts.device, len(starts) - 1
         of_result = (entries, *((heads,) if shape is None else shape))
-        factor = None if slope == 1 else torch.full((1,), slope, dtype=dtype, device=device)
-        fixed: dict[str, Value] = {
-            "starts": starts, "rows": rows, "x_rows": x_rows, "y_rows": y_rows,
-            "multiplied": multiplied, "slope": factor, "heads": heads,
-        }  # fmt: skip
-        threads = 32 * rows * heads if entries else 0
-        forward = self._bind(SoftmaxSegments, dtype, 1, threads, **fixed)
-        backward = self._bind(SoftmaxSegmentsGradient, dtype, 1, threads, **fixed)
+        blocks = self._blocks(32 * rows * heads if entries else 0)
+        factor = None if slope == 1 else self._slope(slope, dtype, device)
+
+        def begin(kernel: type[Parameters]) -> Callable[..., None]:
+            fixed: dict[str, Value] = {"multiplied": multiplied, "slope": factor}
+            return functools.partial(self._launch(kernel, dtype, 1, heads, **fixed), blocks)
+
+        def ends(x_at: int, y_at: int) -> tuple[int, int, int, int]:
+            return x_at, _address(x_rows), y_at, _address(y_rows)
 
         def run(*terms: torch.Tensor) -> torch.Tensor:
             out = torch.empty(of_result, dtype=dtype, device=device)
             terms = tuple([each.contiguous() for each in terms])
             x_at, y_at = [*[each.data_ptr() for each in terms], 0][:2]
-            forward(x_at, y_at, out.data_ptr())
+            if blocks:
+                start = begin(SoftmaxSegments)
+                start(starts.data_ptr(), rows, *ends(x_at, y_at), out.data_ptr())
             return out
 
         def gradient(p: torch.Tensor, g: torch.Tensor, *terms: torch.Tensor) -> torch.Tensor:
@@ -249,26 +247,48 @@ class SegmentKernels:
             p, g = p.contiguous(), g.contiguous()
             terms = tuple([each.contiguous() for each in terms])
             x_at, y_at = [*[each.data_ptr() for each in terms], 0, 0][:2]
-            backward(p.data_ptr(), g.data_ptr(), x_at, y_at, out.data_ptr())
+            if blocks:
+                given = (starts.data_ptr(), rows, p.data_ptr(), g.data_ptr())
+                start = begin(SoftmaxSegmentsGradient)
+                start(*given, *ends(x_at, y_at), out.data_ptr())
             return out
 
         return run, gradient
 
-    def _bind(
+    def _blocks(self, threads: int) -> int:
+        """Return the blocks of a kernel that has use for so many threads."""
+        return min(ceil_div(threads, THREADS), self._most_blocks)
+
+    def _slope(self, slope: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Return a slope as kernels read it, one value of the dtype."""
+        key = (slope, dtype, device)
+        found = self._slopes.get(key)
+        if found is None:
+            # Copied before this returns, so that any stream may read it.
+            found = torch.tensor([slope], dtype=dtype, device="cpu").to(device)
+            found = self._slopes.setdefault(key, found)
+        return found
+
+    def _launch(
         self,
         parameters: type[Parameters],
         dtype: torch.dtype,
         vector: int,
-        threads: int,
+        heads: int,
         **fixed: Value,
-    ) -> Callable[..., None]:
-        """Return a kernel that has use for so many threads; it takes what is not fixed."""
-        if not threads:
-            return lambda *changing: None
-        variant = segment_sums_variant(dtype.itemsize, vector)
-        launch = self._runner.bind(variant, parameters, THREADS, **fixed)
-        most = BLOCKS * self._runner.multiprocessors
-        return functools.partial(launch, min(ceil_div(threads, THREADS), most))
+    ) -> Launch:
+        """Return a kernel for rows of a shape; it takes what is not fixed."""
+        key = (parameters, dtype, vector, heads, *fixed.values())
+        found = self._launches.get(key)
+        if found is None:
+            variant = segment_sums_variant(dtype.itemsize, vector)
+            found = self._runner.bind(variant, parameters, THREADS, heads=heads, **fixed)
+            found = self._launches.setdefault(key, found)
+        return found
+
+
+def _address(table: torch.Tensor | None) -> int:
+    return 0 if table is None else table.data_ptr()
 
 
 def _vector(width: int, dtype: torch.dtype) -> int:

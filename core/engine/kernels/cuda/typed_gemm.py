@@ -6,7 +6,9 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from ..format import ceil_div
@@ -17,6 +19,7 @@ from ..typed_products import (
     SCHEDULES,
     TILE_COLUMNS,
     TILE_ROWS,
+    Ints,
     PackedRows,
     pieces_of_types,
     schedules_of,
@@ -87,32 +90,37 @@ class TypedTiles:
     tiles: torch.Tensor
     chunks: torch.Tensor
     chunk_starts: torch.Tensor
-    _ends: torch.Tensor
+    _ends: Ints
 
     @classmethod
     def of(
         cls, bounds: list[int], device: torch.device, uploads: Uploads | None = None
     ) -> TypedTiles:
         """Return the tiles of types whose rows begin at `bounds`, which has their end too."""
-        ends = torch.tensor(bounds, dtype=torch.int64, device="cpu")
+        ends = np.array(bounds, np.int64)
         tiles, first_tile = _tiles(ends, TILE_ROWS)
         of_chunk, chunk_begins, chunk_starts = pieces_of_types(first_tile, CHUNK_TILES, least=1)
-        last = torch.minimum(chunk_begins + CHUNK_TILES, first_tile[1:][of_chunk])
-        chunks = torch.stack([chunk_begins, last], 1)
-        given = [tiles, chunks, chunk_starts]
-        tiles, chunks, chunk_starts = (uploads or Uploads(device)).of(given)
-        return cls(tiles, chunks, chunk_starts, ends)
+        chunks = np.empty((len(of_chunk), 2), np.int64)
+        chunks[:, 0] = chunk_begins
+        np.minimum(chunk_begins + CHUNK_TILES, first_tile[1:][of_chunk], out=chunks[:, 1])
+        given = [torch.from_numpy(each) for each in (tiles, chunks, chunk_starts)]
+        tables = (uploads or Uploads(device)).of(given)
+        return cls(*tables, ends)
 
     @functools.cached_property
     def coarse(self) -> torch.Tensor:
         """int64 ``[tiles, 3]``: as `tiles`, of twice as many rows each; few products use them."""
-        return _tiles(self._ends, 2 * TILE_ROWS)[0].to(self.tiles.device)
+        return torch.from_numpy(_tiles(self._ends, 2 * TILE_ROWS)[0]).to(self.tiles.device)
 
 
-def _tiles(ends: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _tiles(ends: Ints, rows: int) -> tuple[Ints, Ints]:
     """Return tiles of up to so many rows, and the first one of each type."""
     kinds, begins, first_tile = pieces_of_types(ends, rows, least=0)
-    return torch.stack([kinds, begins, ends[1:][kinds]], 1), first_tile
+    tiles = np.empty((len(kinds), 3), np.int64)
+    tiles[:, 0] = kinds
+    tiles[:, 1] = begins
+    tiles[:, 2] = ends[1:][kinds]
+    return tiles, first_tile
 
 
 class TypedGemmKernels:
@@ -127,6 +135,7 @@ class TypedGemmKernels:
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
         self._launches: dict[tuple[AnyVariant, int, type[Parameters]], Launch] = {}
+        self._plain: dict[Any, Launch] = {}
 
     def takes(self, x: torch.Tensor | PackedRows, depth: int, schedule: int = 0) -> bool:
         """Return whether there are kernels for rows of `depth` elements.
@@ -275,14 +284,8 @@ class TypedGemmKernels:
         start = None
         if n_tiles and math.prod(of_result):
             grid = min(n_tiles, self._runner.multiprocessors * SCHEDULES[schedule].blocks)
-            fixed: dict[str, Value] = {
-                "tiles": cut, "width": width, "n_tiles": n_tiles, "scatter": None, "scale": None,
-                "weight_stride": n * depth * width, "bias_stride": n * width,
-                "out_stride": n * width,
-            }  # fmt: skip
-            rows = torch.empty(1, n * depth, dtype=dtype, device="meta")
-            source = RowSource(rows, depth, index, schedule)
-            start = self._bound(MultiplyRows, grid, source, fixed)
+            launch = self._of_plain(MultiplyRows, shape, width, dtype, schedule)
+            start = functools.partial(launch, grid)
 
         def run(
             x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
@@ -293,8 +296,9 @@ class TypedGemmKernels:
                 bias = None if bias is None else bias.contiguous()
                 bias_at = 0 if bias is None else bias.data_ptr()
                 x_at, weight_at, out_at = x.data_ptr(), weight.data_ptr(), out.data_ptr()
+                rows = (0 if index is None else index.data_ptr(), cut.data_ptr(), n_tiles)
                 for _ in range(n):
-                    start(x_at, weight_at, bias_at, out_at)
+                    start(x_at, *rows, weight_at, bias_at, out_at)
                     x_at += depth * size
                     weight_at += depth * width * size
                     bias_at += width * size if bias_at else 0
@@ -319,12 +323,8 @@ class TypedGemmKernels:
         start = None
         if math.prod(of_result):
             grid = (of_parts[0], ceil_div(depth, GRADIENT_DEPTH), ceil_div(width, TILE_COLUMNS))
-            fixed: dict[str, Value] = {
-                "tiles": tiles.tiles, "width": width, "chunk_tiles": tiles.chunks,
-                "g_stride": n * width,
-            }  # fmt: skip
-            rows = torch.empty(1, n * depth, dtype=dtype, device="meta")
-            start = self._bound(MultiplyGradient, grid, RowSource(rows, depth, index), fixed)
+            launch = self._of_plain(MultiplyGradient, shape, width, dtype)
+            start = functools.partial(launch, grid)
         part_bytes = 4 * math.prod(of_parts)
 
         def run(x: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
@@ -332,8 +332,10 @@ class TypedGemmKernels:
             if start is not None:
                 x, g = x.contiguous(), g.contiguous()
                 x_at, g_at, part_at = x.data_ptr(), g.data_ptr(), parts.data_ptr()
+                rows = (0 if index is None else index.data_ptr(), tiles.tiles.data_ptr())
+                chunks = tiles.chunks.data_ptr()
                 for _ in range(n):
-                    start(x_at, g_at, part_at)
+                    start(x_at, *rows, chunks, g_at, part_at)
                     x_at += depth * size
                     g_at += width * size
                     part_at += part_bytes
@@ -342,19 +344,41 @@ class TypedGemmKernels:
 
         return run
 
-    def _bound(
+    def _of_plain(
         self,
         parameters: type[Parameters],
-        grid: int | tuple[int, int, int],
-        source: RowSource,
-        fixed: dict[str, Value],
-    ) -> Callable[..., None]:
-        """Return a kernel for plain rows, to be started with the addresses of tensors."""
-        values = {**source.values, "mailbox": self._runner.mailbox, **fixed}
-        del values["words"]  # the address of x
+        shape: tuple[int, ...],
+        width: int,
+        dtype: torch.dtype,
+        schedule: int = 0,
+    ) -> Launch:
+        """Return a kernel for plain rows of a shape; it takes what belongs to a graph at each start.
+
+        That are the addresses of tensors, of the rows' index among them, and of a product the
+        number of tiles.
+        """
+        key = (parameters, shape, width, dtype, schedule)
+        found = self._plain.get(key)
+        if found is not None:
+            return found
+        *heads, depth = shape
+        n = math.prod(heads)
+        source = RowSource(
+            torch.empty(1, n * depth, dtype=dtype, device="meta"), depth, None, schedule
+        )
+        fixed = {**source.values, "mailbox": self._runner.mailbox, "width": width}
+        if parameters is MultiplyRows:
+            fixed |= {
+                "weight_stride": n * depth * width, "bias_stride": n * width,
+                "out_stride": n * width, "scatter": None, "scale": None,
+            }  # fmt: skip
+        else:
+            fixed["g_stride"] = n * width
+        for name in ("words", "index", "tiles"):
+            del fixed[name]
         memory = source.memory.shared_bytes
-        launch = self._runner.bind(source.variant, parameters, THREADS, memory, **values)
-        return functools.partial(launch, grid)
+        found = self._runner.bind(source.variant, parameters, THREADS, memory, **fixed)
+        return self._plain.setdefault(key, found)
 
     def _start(
         self,
