@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -93,31 +94,34 @@ class _Chunk:
     """Memory of a device that tables share, and those of them that are not copied yet."""
 
     def __init__(self, device: torch.device, n_bytes: int) -> None:
-        self._there = torch.empty(n_bytes, dtype=torch.uint8, device=device)
-        self._stream = _stream_of(device)
+        self._there = torch.empty(_aligned(n_bytes), dtype=torch.uint8, device=device)
+        #: By dtype. What is copied later is no change of them to autograd.
+        self._of_dtype = {torch.uint8: self._there}
+        self._n_bytes, self._device, self._stream = len(self._there), device, _stream_of(device)
         self._used = 0
         #: Page-locked, of what follows `_begin`, until it is copied.
         self._host: torch.Tensor | None = None
-        self._begin = 0
+        self._begin = self._host_at = 0
 
     def takes(self, n_bytes: int) -> bool:
         """Return whether there is room, on the stream that torch's allocator orders it by."""
-        room = self._used + n_bytes <= len(self._there)
-        return room and self._stream == _stream_of(self._there.device)
+        room = self._used + n_bytes <= self._n_bytes
+        return room and self._stream == _stream_of(self._device)
 
     def placed(self, table: torch.Tensor, n_bytes: int) -> torch.Tensor:
         """Return a table's place."""
         if self._host is None:
-            rest = len(self._there) - self._used
-            self._host = _page_locked(rest)
-            self._begin = self._used
-        begin = self._used
-        at = begin - self._begin
-        self._host[at : at + n_bytes].view(table.dtype).copy_(table.reshape(-1))
-        # 16 bytes: as aligned as kernels may read.
-        self._used = begin - (-n_bytes // 16) * 16
-        # Of `data`, so that what is copied later is no change of this table to autograd.
-        return self._there.data[begin : begin + n_bytes].view(table.dtype).view(table.shape)
+            self._host = _page_locked(self._n_bytes - self._used)
+            self._begin, self._host_at = self._used, self._host.data_ptr()
+        begin, dtype = self._used, table.dtype
+        flat = table.contiguous()
+        ctypes.memmove(self._host_at + begin - self._begin, flat.data_ptr(), n_bytes)
+        self._used = begin + _aligned(n_bytes)
+        there = self._of_dtype.get(dtype)
+        if there is None:
+            there = self._of_dtype[dtype] = self._there.view(dtype)
+        found = there.narrow(0, begin // table.itemsize, table.numel())
+        return found if table.ndim == 1 else found.view(table.shape)
 
     def copy(self) -> None:
         """Copy what has been placed since the last time."""
@@ -129,10 +133,20 @@ class _Chunk:
         self._host = None
 
 
+def _aligned(n_bytes: int) -> int:
+    """Return bytes up to the next 16: as aligned as kernels may read."""
+    return -(-n_bytes // 16) * 16
+
+
 def _page_locked(n_bytes: int) -> torch.Tensor:
     return torch.empty(n_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def _stream_of(device: torch.device) -> int:
     """Return the address of torch's current stream on a device."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    if device.type != "cuda":
+        return 0
+    index = torch._C._cuda_getDevice() if device.index is None else device.index
+    # A tenth of the time of torch.cuda.current_stream.
+    found: int = torch._C._cuda_getCurrentRawStream(index)
+    return found
