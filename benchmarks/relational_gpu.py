@@ -431,7 +431,7 @@ def decode_row(dtype: torch.dtype, row_bytes: int, n: int, wanted: Sequence[int]
     index = torch.randperm(n, device=device)
     weight = torch.randn(8, depth, 64, device=device).to(dtype)
     bounds = [i * n // 8 for i in range(9)]
-    tiles = TypedTiles.of(bounds, device)
+    tiles = TypedTiles(bounds, device)
     out = torch.empty(n, 64, dtype=dtype, device=device)
     rows = torch.empty_like(raw)
 

@@ -33,7 +33,16 @@ from ..errors import ArgumentError, ArgumentTypeError, IndexRangeError, Modified
 from .kept_by_tensors import KeptByTensors, versions_of
 from .node_types import TYPE_SPACES, NodeTypes
 from .plan_memory import planning
-from .rows import NO_NODE, Hop, Rows, UploadedHop, length_of_batch, number_pairs, sort
+from .rows import (
+    NO_NODE,
+    Hop,
+    Rows,
+    UploadedHop,
+    UploadedRows,
+    length_of_batch,
+    number_pairs,
+    sort,
+)
 
 T = TypeVar("T")
 
@@ -140,30 +149,34 @@ class RelationalGraph:
     @property
     def order(self) -> torch.Tensor:
         """The edges in the order of their destinations, int64 ``[E]``."""
-        return self._in_order()[0]
+        return self._in_order("_order")
 
     @property
     def starts(self) -> torch.Tensor:
         """The first edge of each destination, in that order, and the end, int64 ``[N_dst + 1]``."""
-        return self._in_order()[1]
+        return self._in_order("_starts")
 
-    def _in_order(self) -> Sequence[torch.Tensor]:
+    def _in_order(self, name: str) -> torch.Tensor:
         host = self._host
         if host is None:
-            return self._order, self._starts
-        return self.once("order", lambda: self.uploads.of([host.order, host.starts]))
+            found: torch.Tensor = getattr(self, name)
+            return found
+        return self.once(name, lambda: self.uploads.of([getattr(host, name)])[0])
 
     def _plan(self, columns: list[torch.Tensor]) -> None:
         """Check ranges and put the edges in order."""
         edge_type = columns[2]
+        small = 0 < len(edge_type) and len(edge_type) + self.num_src + self.num_dst <= HOST_ROWS
+        if small and not read_at_once(edge_type.device):
+            self._survey_on_cpu()
+            return
         if len(edge_type) and not read_at_once(edge_type.device):
             self._check_ranges(torch.stack([e for c in columns for e in torch.aminmax(c)]).tolist())
         self._place(*(c.long() for c in columns))
         if len(edge_type) and read_at_once(edge_type.device):
             self._survey(columns)
-        elif self.node_types is not None:
-            ends = (self._src, self._dst, self._type)
-            self.node_types.check_placed(self.node_types.misplaced(*ends).tolist())
+        else:
+            self._check_types()
 
     def _place(self, src: torch.Tensor, dst: torch.Tensor, kinds: torch.Tensor) -> None:
         """Put the edges in the order of their destinations."""
@@ -208,6 +221,25 @@ class RelationalGraph:
         ):
             n = at[-1]
             self._made[f"rows pair_{name}"] = Rows(n, of_edge, node[:n], kinds[:n], at)
+
+    def _survey_on_cpu(self) -> None:
+        """Check ranges, put the edges in order and find all pairs, of a small graph of the CPU."""
+        sizes = (self.num_src, self.num_dst, self.num_relations)
+        edges = [t.long().contiguous() for t in (self.edge_index, self.edge_type)]
+        limits, found, bounds = segment_sums.survey_edges(edges[0], edges[1], sizes)
+        self._check_ranges(limits)
+        self._order, self._starts, self._src, self._dst, self._type, *rest = found
+        by_type, place, kinds, *pairs = rest
+        self._check_types()
+        self._made["rows typed_edge"] = Rows(self.num_edges, place, by_type, kinds, bounds[0])
+        for name, of, at in zip(("src", "dst"), (pairs[:3], pairs[3:]), bounds[1:], strict=True):
+            self._made[f"rows pair_{name}"] = Rows(at[-1], *of, at)
+
+    def _check_types(self) -> None:
+        """Raise an error for an edge whose nodes have other types than its relation."""
+        if self.node_types is not None:
+            ends = (self._src, self._dst, self._type)
+            self.node_types.check_placed(self.node_types.misplaced(*ends).tolist())
 
     def _typed_edges(self, order: torch.Tensor, bounds: list[int]) -> Rows:
         position = torch.empty_like(order)
@@ -286,13 +318,15 @@ class RelationalGraph:
                 "that have run once before it"
             )
 
-    def rows(self, space: str) -> Rows:
+    def rows(self, space: str) -> Rows | UploadedRows:
         """Return the rows of a space."""
         return self.once(f"rows {space}", lambda: self._make_rows(space))
 
-    def _make_rows(self, space: str) -> Rows:
+    def _make_rows(self, space: str) -> Rows | UploadedRows:
         if self._host is not None:
-            return self._host.rows(space).uploaded(self.uploads)
+            rows = self._host.rows(space)
+            assert isinstance(rows, Rows)
+            return UploadedRows(rows, self.uploads)
         if space in ("src", "dst"):
             of_edge, n = (self._src, self.num_src) if space == "src" else (self._dst, self.num_dst)
             if self.node_types is None:

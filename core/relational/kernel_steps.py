@@ -200,6 +200,4 @@ def _note_little_memory(device: torch.device) -> None:
 
 def tiles_of(graph: RelationalGraph, space: str, bounds: Sequence[int]) -> TypedTiles:
     """Return how the rows of a space are cut for typed products."""
-    return graph.once(
-        ("tiles", space), lambda: TypedTiles.of(list(bounds), graph.device, graph.uploads)
-    )
+    return graph.once(("tiles", space), lambda: TypedTiles(bounds, graph.device, graph.uploads))

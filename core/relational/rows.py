@@ -60,13 +60,53 @@ class Rows:
     relation: torch.Tensor | None = None
     bounds: list[int] | None = None
 
-    def uploaded(self, uploads: Uploads) -> Rows:
-        """Return rows of the CPU on a device."""
-        given = (self.of_edge, self.node, self.relation)
-        found = iter(uploads.of([t for t in given if t is not None]))
-        of_edge, node, relation = (None if t is None else next(found) for t in given)
-        assert of_edge is not None
-        return Rows(self.n, of_edge, node, relation, self.bounds)
+
+class UploadedRows:
+    """Rows of the CPU on a device: what is asked for is uploaded.
+
+    Parameters
+    ----------
+    rows : Rows
+        The rows.
+    uploads : Uploads
+        Of the device where they are wanted.
+
+    Attributes
+    ----------
+    n, bounds
+        As those of `Rows`.
+    """
+
+    def __init__(self, rows: Rows, uploads: Uploads) -> None:
+        self.n, self.bounds = rows.n, rows.bounds
+        self._rows, self._uploads = rows, uploads
+        self._there: dict[int, torch.Tensor] = {}
+
+    @property
+    def of_edge(self) -> torch.Tensor:
+        """int64 ``[E]``: the row of each edge, edges in the order of their destinations."""
+        return self._on_device(self._rows.of_edge)
+
+    @property
+    def node(self) -> torch.Tensor | None:
+        """`Rows.node`, on the device."""
+        node = self._rows.node
+        return None if node is None else self._on_device(node)
+
+    @property
+    def relation(self) -> torch.Tensor | None:
+        """`Rows.relation`, on the device."""
+        relation = self._rows.relation
+        return None if relation is None else self._on_device(relation)
+
+    def _on_device(self, table: torch.Tensor) -> torch.Tensor:
+        with self._uploads:  # another thread's may not be copied yet
+            found = self._there.get(id(table))
+            if found is None:
+                with planning():
+                    (found,) = self._uploads.of([table])
+                self._there[id(table)] = found
+            return found
 
 
 class Hop:

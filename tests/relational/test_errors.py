@@ -215,6 +215,11 @@ def test_memory_that_runs_out_in_a_plan_has_an_error_of_its_own(error, monkeypat
         raise error
 
     inputs = inputs_of("rgcn", random_graph(0, 12, 12, 60, 4), torch.float32)
+    with monkeypatch.context() as patched:
+        patched.setattr("bitslab.engine.kernels.cpu.segment_sums.survey_edges", fail)
+        with pytest.raises(rel.PlanMemoryError, match="no memory for the plan of a graph: "):
+            rel.RelationalGraph(EDGES, TYPES, 3, 2)
+    monkeypatch.setattr("bitslab.relational.graph.HOST_ROWS", 0)  # as of a large graph
     made = random_graph(0, 12, 12, 60, 4)
     with monkeypatch.context() as patched:
         patched.setattr("bitslab.relational.graph.sort", fail)
@@ -237,6 +242,7 @@ def test_a_graph_without_memory_for_its_plan_is_not_kept(late, monkeypatch):
             made.append(weakref.ref(caller.f_locals["self"]))
         return plain(*args)
 
+    monkeypatch.setattr("bitslab.relational.graph.HOST_ROWS", 0)  # as of a large graph
     inputs = inputs_of("rgcn", random_graph(0, 12, 12, 60, 4), torch.float32)
     edges, types = torch.randint(12, (2, 60)), torch.randint(4, (60,))
     with monkeypatch.context() as patched:
@@ -331,7 +337,7 @@ def test_other_errors_in_a_plan_are_as_they_are(monkeypatch):
     def fail(*args):
         raise RuntimeError("something else")
 
-    monkeypatch.setattr("bitslab.relational.graph.sort", fail)
+    monkeypatch.setattr("bitslab.engine.kernels.cpu.segment_sums.survey_edges", fail)
     with pytest.raises(RuntimeError, match="something else") as caught:
         rel.RelationalGraph(EDGES, TYPES, 3, 2)
     assert not isinstance(caught.value, MemoryError)

@@ -243,7 +243,7 @@ def test_the_default_device_may_be_another(monkeypatch: pytest.MonkeyPatch) -> N
             assert made.rows(space).of_edge.device.type == "cpu"
         made.hop("dst<pair_src").by_row(True)
         levels_of(made, "pair_src")
-        assert TypedTiles.of([0, 3, 9], torch.device("cpu")).tiles.device.type == "cpu"
+        assert TypedTiles([0, 3, 9], torch.device("cpu")).tiles.device.type == "cpu"
 
 
 def test_training_has_the_bits_of_inference_after_other_graphs() -> None:

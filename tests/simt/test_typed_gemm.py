@@ -73,7 +73,7 @@ def test_raw_rows(depth, width, dtype):
     scatter = torch.randperm(n, generator=torch.Generator().manual_seed(3))
     scale = guarded(values(n, dtype=dtype, seed=4))
     g = guarded(values(n, width, dtype=dtype, seed=5))
-    tiles = TypedTiles.of(BOUNDS, torch.device("cpu"))
+    tiles = TypedTiles(BOUNDS, torch.device("cpu"))
     assert kernels.takes(x, depth)
     bias = guarded(values(len(BOUNDS) - 1, width, dtype=dtype, seed=6))
     options = {"index": index, "bias": bias, "scatter": scatter, "scale": scale}
@@ -97,7 +97,7 @@ def test_rows_of_types_are_added_before_products_are_rounded(dtype, depth, width
         torch.randint(-high, high + 1, shape, generator=draw).to(dtype)
         for high, shape in ((15, (20, depth)), (15, (5, depth, width)), (200, (5, width)))
     )
-    n, tiles = BOUNDS[-1], TypedTiles.of(BOUNDS, torch.device("cpu"))
+    n, tiles = BOUNDS[-1], TypedTiles(BOUNDS, torch.device("cpu"))
     index = torch.randint(20, (n,), generator=draw)
     plain = reference(x, weight, BOUNDS, n, index=index)
     exact = reference(x, weight, BOUNDS, n, index=index, bias=bias)
@@ -114,7 +114,7 @@ def test_rows_of_types_are_added_before_products_are_rounded(dtype, depth, width
 
 
 def test_rows_of_types_in_a_part_of_a_matrix_are_added():
-    kernels, tiles = TypedGemmKernels(SimtRunner()), TypedTiles.of(BOUNDS, torch.device("cpu"))
+    kernels, tiles = TypedGemmKernels(SimtRunner()), TypedTiles(BOUNDS, torch.device("cpu"))
     x, weight = values(80, 8, dtype=torch.float32), values(5, 8, 6, dtype=torch.float32, seed=1)
     whole, out = values(5, 3, 6, dtype=torch.float32, seed=2), torch.zeros(80, 6)
     kernels.product(x, weight, tiles, out, bias=whole[:, 1])
@@ -125,7 +125,7 @@ def test_rows_in_order_of_a_part_of_a_matrix():
     kernels = TypedGemmKernels(SimtRunner())
     whole, weight = values(80, 3, 24, dtype=torch.float32), values(5, 24, 6, dtype=torch.float32)
     out = torch.zeros(80, 3, 6)
-    tiles = TypedTiles.of(BOUNDS, torch.device("cpu"))
+    tiles = TypedTiles(BOUNDS, torch.device("cpu"))
     kernels.product(whole[:, 1], weight, tiles, out[:, 1])
     close(out[:, 1], reference(whole[:, 1], weight, BOUNDS, 80), torch.float32)
     assert not out[:, 0].any() and not out[:, 2].any()
@@ -135,9 +135,10 @@ def test_gradients_of_many_tiles_are_sums_of_chunks(monkeypatch):
     monkeypatch.setattr("bitslab.engine.kernels.cuda.typed_gemm.CHUNK_TILES", 2)
     bounds = [0, 170, 170, 200]
     x, g = values(200, 8, dtype=torch.float32), values(200, 4, dtype=torch.float32, seed=1)
-    tiles = TypedTiles.of(bounds, torch.device("cpu"))
-    assert tiles.chunk_starts.tolist() == [0, 3, 4, 5]
-    assert tiles.chunks.tolist() == [[0, 2], [2, 4], [4, 6], [6, 6], [6, 7]]
+    tiles = TypedTiles(bounds, torch.device("cpu"))
+    chunks, starts = tiles.chunks()
+    assert starts.tolist() == [0, 3, 4, 5]
+    assert chunks.tolist() == [[0, 2], [2, 4], [4, 6], [6, 6], [6, 7]]
     found = TypedGemmKernels(SimtRunner()).gradient(x, g, tiles, 8)
     close(found, gradient_reference(x, g, bounds), torch.float32)
 
@@ -147,7 +148,7 @@ def test_gradients_of_many_tiles_are_sums_of_chunks(monkeypatch):
 def test_gradients_of_as_many_chunks_as_types_with_rows_are_sums(heads, bounds, monkeypatch):
     """Types without rows make up for the further chunks of long ones, in number alone."""
     monkeypatch.setattr("bitslab.engine.kernels.cuda.typed_gemm.CHUNK_TILES", 2)
-    tiles, n = TypedTiles.of(bounds, torch.device("cpu")), bounds[-1]
+    tiles, n = TypedTiles(bounds, torch.device("cpu")), bounds[-1]
     x, g = values(n, *heads, 8, dtype=torch.float32), values(n, *heads, 4, dtype=torch.float32)
     kernels = TypedGemmKernels(SimtRunner())
     found = kernels.prepare_gradient(tiles, (*heads, 8), 4, torch.float32, None)(x, g)
@@ -163,7 +164,7 @@ def test_gradients_of_as_many_chunks_as_types_with_rows_are_sums(heads, bounds, 
 def test_prepared_products_of_heads(heads, dtype, chunk_tiles, monkeypatch):
     monkeypatch.setattr("bitslab.engine.kernels.cuda.typed_gemm.CHUNK_TILES", chunk_tiles)
     runner = SimtRunner()
-    kernels, tiles = TypedGemmKernels(runner), TypedTiles.of(BOUNDS, torch.device("cpu"))
+    kernels, tiles = TypedGemmKernels(runner), TypedTiles(BOUNDS, torch.device("cpu"))
     n, types = BOUNDS[-1], len(BOUNDS) - 1
     index = torch.randint(20, (n,), generator=torch.Generator().manual_seed(1))
     x = values(20, *heads, 24, dtype=dtype)
@@ -186,8 +187,8 @@ def test_prepared_products_of_heads(heads, dtype, chunk_tiles, monkeypatch):
 def test_gradients_of_types_of_one_chunk_each_are_not_summed(monkeypatch):
     monkeypatch.setattr(torch, "segment_reduce", None)
     x, g = values(80, 8, dtype=torch.float32), values(80, 4, dtype=torch.float32, seed=1)
-    tiles = TypedTiles.of(BOUNDS, torch.device("cpu"))
-    assert tiles.chunks.tolist() == [[0, 0], [0, 1], [1, 2], [2, 2], [2, 4]]
+    tiles = TypedTiles(BOUNDS, torch.device("cpu"))
+    assert tiles.chunks()[0].tolist() == [[0, 0], [0, 1], [1, 2], [2, 2], [2, 4]]
     found = TypedGemmKernels(SimtRunner()).gradient(x, g, tiles, 8)
     close(found, gradient_reference(x, g, BOUNDS), torch.float32)
 
@@ -238,7 +239,7 @@ def test_products_of_packed_rows_are_those_of_raw_rows_bit_for_bit(
     weight = values(len(BOUNDS) - 1, depth, width, dtype=dtype, seed=2)
     bias = guarded(values(len(BOUNDS) - 1, width, dtype=dtype, seed=6))
     g = values(n, width, dtype=dtype, seed=5)
-    tiles = TypedTiles.of(BOUNDS, torch.device("cpu"))
+    tiles = TypedTiles(BOUNDS, torch.device("cpu"))
     runner = SimtRunner(seed=3)
     kernels = TypedGemmKernels(runner)
     assert kernels.takes(packed, depth) and kernels.takes(raw, depth)
@@ -287,7 +288,7 @@ def test_schedules_change_no_bit(variant, kind, dtype, row_bytes, number):
     weight = guarded(values(len(bounds) - 1, depth, 72, dtype=dtype, seed=2))
     bias = guarded(values(len(bounds) - 1, 72, dtype=dtype, seed=4))
     scatter = torch.randperm(n, generator=torch.Generator().manual_seed(3))
-    tiles = TypedTiles.of(bounds, torch.device("cpu"))
+    tiles = TypedTiles(bounds, torch.device("cpu"))
     runner = SimtRunner(seed=3)
     runner.multiprocessors = 1  # blocks take several tiles
     kernels = TypedGemmKernels(runner)
@@ -326,7 +327,7 @@ def test_damaged_rows_are_reported():
     runner = SimtRunner()
     damaged = PackedRows(replace(table, lengths=lengths), case.layout, torch.float32)
     weight, out = values(1, 64, 4, dtype=torch.float32), torch.zeros(45, 4)
-    tiles = TypedTiles.of([0, 45], torch.device("cpu"))
+    tiles = TypedTiles([0, 45], torch.device("cpu"))
     TypedGemmKernels(runner).product(damaged, weight, tiles, out)
     assert runner.mailbox[0] == DAMAGED_ERROR
 

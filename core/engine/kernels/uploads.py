@@ -9,6 +9,8 @@ from contextlib import contextmanager
 
 import torch
 
+from ...errors import ArgumentError
+
 _local = threading.local()
 
 
@@ -127,6 +129,11 @@ class _Chunk:
         """Copy what has been placed since the last time."""
         if self._host is None:
             return
+        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ArgumentError(
+                "tables are uploaded inside the capture of a CUDA graph, which would copy them at "
+                "each replay; accepted are calls that have run once before it"
+            )
         there = self._there.data[self._begin : self._used]
         # torch keeps page-locked memory from reuse until the copy is through.
         there.copy_(self._host[: len(there)], non_blocking=True)

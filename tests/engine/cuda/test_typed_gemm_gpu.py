@@ -38,7 +38,7 @@ def test_raw_rows(depth, width, dtype):
     weight = values(len(BOUNDS) - 1, depth, width, dtype=dtype, seed=2)
     bias = values(len(BOUNDS) - 1, width, dtype=dtype, seed=6)
     g = values(BOUNDS[-1], width, dtype=dtype, seed=5)
-    tiles = TypedTiles.of(BOUNDS, CUDA)
+    tiles = TypedTiles(BOUNDS, CUDA)
     assert kernels.takes(x.cuda(), depth)
     on_gpu: dict[str, Any] = {"index": index.cuda()}
     runs = []
@@ -61,7 +61,7 @@ def test_raw_rows(depth, width, dtype):
 def test_packed_rows_give_the_bits_of_raw_rows(variant, host):
     kernels = kernels_on(CUDA).typed
     dtypes = (torch.float16, torch.bfloat16) if variant.chunk_bytes == 2 else (torch.float32,)
-    tiles = TypedTiles.of(BOUNDS, CUDA)
+    tiles = TypedTiles(BOUNDS, CUDA)
     for number, kind in enumerate(TABLE_KINDS):
         dtype = dtypes[number % len(dtypes)]
         row_bytes = (256, 1040, 2048, 528)[number]

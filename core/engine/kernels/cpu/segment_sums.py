@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -68,6 +68,46 @@ def number_pairs(
     arrays = (kinds.numpy(), nodes.numpy(), order.numpy(), rows, nodes_out, counts)
     n = call(summing().number_pairs, *arrays)
     return torch.from_numpy(rows), torch.from_numpy(nodes_out[:n].copy()), counts.cumsum().tolist()
+
+
+def survey_edges(
+    ends: torch.Tensor, kinds: torch.Tensor, sizes: tuple[int, int, int]
+) -> tuple[list[int], Sequence[torch.Tensor], list[list[int]]]:
+    """Put edges in the order of their destinations, and find their pairs, with one call.
+
+    Parameters
+    ----------
+    ends : torch.Tensor
+        int64 ``[2, E]``: source and destination of each edge; one edge or more.
+    kinds : torch.Tensor
+        int64 ``[E]``.
+    sizes : tuple of int
+        Sources, destinations, and kinds.
+
+    Returns
+    -------
+    limits : list of int
+        Lowest and highest of sources, destinations and kinds; what follows is undefined where these
+        are out of range.
+    found : sequence of torch.Tensor
+        int64: the order ``[E]``, the start of each destination in it ``[destinations + 1]``; of the
+        edges in it source, destination and kind ``[E]``; the edges by kind, the place of each there
+        and the kind at each ``[E]``; of pairs of sources and then of destinations, by kind, the
+        pair of each edge ``[E]``, and node and kind of each pair ``[pairs]``.
+    bounds : list of list of int
+        ``3 x [kinds + 1]``: of each kind the first edge, pair of a source and of a destination.
+    """
+    n, n_kinds = len(kinds), sizes[2]
+    of_edges, starts = np.empty((13, n), np.int64), np.zeros(sizes[1] + 2, np.int64)
+    bounds, limits = np.zeros((3, n_kinds + 1), np.int64), np.zeros(6, np.int64)
+    arrays = (ends.numpy(), kinds.numpy(), np.array(sizes, np.int64), of_edges, starts, bounds)
+    call(summing().survey_edges, *arrays, limits)
+    order, *found = torch.from_numpy(of_edges).unbind()
+    at = bounds.tolist()
+    for side, where in ((at[1], 6), (at[2], 9)):
+        found[where + 1], found[where + 2] = (t[: side[-1]] for t in found[where + 1 : where + 3])
+    first = torch.from_numpy(starts[: sizes[1] + 1])
+    return limits.tolist(), [order, first, *found], at
 
 
 #: Bytes of rows that are added in the time in which others pack one: waking a thread takes as long

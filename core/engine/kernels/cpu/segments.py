@@ -51,6 +51,49 @@ def number_pairs(kinds, nodes, order, rows, node_of_row, bounds):
 
 
 @njit(nogil=True, cache=True)
+def survey_edges(ends, kinds, sizes, found, starts, bounds, limits):
+    """Put edges in order, and find their pairs of nodes and kinds, for `segment_sums.survey_edges`.
+
+    Writes lowest and highest of each column to ``limits`` and, unless one is out of range, all
+    else; returns whether all are in range.
+    """
+    n, n_src, n_kinds = len(kinds), sizes[0], sizes[2]
+    for c in range(3):
+        column = kinds if c == 2 else ends[c]
+        low = high = column[0]
+        for i in range(n):
+            low, high = min(low, column[i]), max(high, column[i])
+        limits[2 * c], limits[2 * c + 1] = low, high
+        if low < 0 or high >= sizes[c]:
+            return False
+    order, src, dst, kind, typed, place = found[0], found[1], found[2], found[3], found[4], found[5]
+    as_given = np.arange(n)
+    order_by_key(ends[1], as_given, starts, order)
+    for i in range(n):
+        edge = order[i]
+        src[i], dst[i], kind[i] = ends[0, edge], ends[1, edge], kinds[edge]
+    of_kind = np.zeros(n_kinds + 2, np.int64)
+    order_by_key(kind, as_given, of_kind, typed)
+    bounds[0] = of_kind[: n_kinds + 1]
+    for i in range(n):
+        place[typed[i]] = i
+        found[6, i] = kind[typed[i]]
+    by_src, by_kind = np.empty_like(as_given), np.empty_like(as_given)
+    order_by_key(src, as_given, np.zeros(n_src + 2, np.int64), by_src)
+    order_by_key(kind, by_src, np.zeros(n_kinds + 2, np.int64), by_kind)
+    for side in range(2):
+        rows, nodes, of_row = found[7 + 3 * side], found[8 + 3 * side], found[9 + 3 * side]
+        at = bounds[1 + side]
+        at[:] = 0
+        # Edges are in the order of their destinations: by kind they are in that of both.
+        number_pairs(kind, dst if side else src, typed if side else by_kind, rows, nodes, at)
+        for k in range(n_kinds):
+            at[k + 1] += at[k]
+            of_row[at[k] : at[k + 1]] = k
+    return True
+
+
+@njit(nogil=True, cache=True)
 def sum_segments(starts, columns, edges, weights, x, out, begin, end):
     """Write the weighted sum of the rows of x of each row's entries.
 

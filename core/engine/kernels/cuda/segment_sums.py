@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..format import ceil_div
-from .parameters import Address, Int32, Int64, Parameters, Value
+from .parameters import Address, Int32, Int64, Parameters, Value, number_of
 from .runner import Launch, Runner
 from .source import segment_sums_variant
 
@@ -144,19 +144,19 @@ class SegmentKernels:
         rows, device, most = len(starts) - 1, starts.device, _vector(width, dtype)
         of_result = (rows, *((heads, width) if shape is None else shape))
 
+        @functools.cache
+        def start(vector: int) -> Callable[..., None]:
+            lanes = _lanes(heads * width // vector)
+            launch = self._launch(SumSegments, dtype, vector, heads, width=width, lanes=lanes)
+            return self._begun(launch, rows * lanes, starts, rows, columns, edges)
+
         def run(x: torch.Tensor, weights: torch.Tensor | None = None) -> torch.Tensor:
             out = torch.empty(of_result, dtype=dtype, device=device)
             x = x.contiguous()
             weights = None if weights is None else weights.contiguous()
             scale = 0 if weights is None else weights.data_ptr()
             x_at, out_at = x.data_ptr(), out.data_ptr()
-            vector = 1 if (x_at | out_at) & 15 else most
-            lanes = _lanes(heads * width // vector)
-            blocks = self._blocks(rows * lanes)
-            if blocks:
-                entries = (starts.data_ptr(), rows, columns.data_ptr(), edges.data_ptr())
-                start = self._launch(SumSegments, dtype, vector, heads, width=width, lanes=lanes)
-                start(blocks, *entries, scale, x_at, out_at)
+            start(1 if (x_at | out_at) & 15 else most)(scale, x_at, out_at)
             return out
 
         return run
@@ -188,17 +188,17 @@ class SegmentKernels:
         of_result = (n_edges, *((heads,) if shape is None else shape))
         make = torch.empty if each else torch.zeros
 
+        @functools.cache
+        def start(vector: int) -> Callable[..., None]:
+            lanes = _lanes(width // vector)
+            launch = self._launch(DotEntries, dtype, vector, heads, width=width, lanes=lanes)
+            return self._begun(launch, n * heads * lanes, rows, columns, edges, n)
+
         def run(g: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
             out = make(of_result, dtype=dtype, device=device)
             g, x = g.contiguous(), x.contiguous()
             g_at, x_at = g.data_ptr(), x.data_ptr()
-            vector = 1 if (g_at | x_at) & 15 else most
-            lanes = _lanes(width // vector)
-            blocks = self._blocks(n * heads * lanes)
-            if blocks:
-                entries = (rows.data_ptr(), columns.data_ptr(), edges.data_ptr(), n)
-                start = self._launch(DotEntries, dtype, vector, heads, width=width, lanes=lanes)
-                start(blocks, *entries, g_at, x_at, out.data_ptr())
+            start(1 if (g_at | x_at) & 15 else most)(g_at, x_at, out.data_ptr())
             return out
 
         return run
@@ -223,23 +223,24 @@ class SegmentKernels:
         """
         device, rows = starts.device, len(starts) - 1
         of_result = (entries, *((heads,) if shape is None else shape))
-        blocks = self._blocks(32 * rows * heads if entries else 0)
-        factor = None if slope == 1 else self._slope(slope, dtype, device)
+        threads = 32 * rows * heads if entries else 0
+        fixed: dict[str, Value] = {
+            "multiplied": multiplied,
+            "slope": None if slope == 1 else self._slope(slope, dtype, device),
+        }
 
-        def begin(kernel: type[Parameters]) -> Callable[..., None]:
-            fixed: dict[str, Value] = {"multiplied": multiplied, "slope": factor}
-            return functools.partial(self._launch(kernel, dtype, 1, heads, **fixed), blocks)
-
-        def ends(x_at: int, y_at: int) -> tuple[int, int, int, int]:
-            return x_at, _address(x_rows), y_at, _address(y_rows)
+        @functools.cache
+        def start(kernel: type[Parameters]) -> Callable[..., None]:
+            launch = self._launch(kernel, dtype, 1, heads, **fixed)
+            return self._begun(launch, threads, starts, rows)
 
         def run(*terms: torch.Tensor) -> torch.Tensor:
             out = torch.empty(of_result, dtype=dtype, device=device)
             terms = tuple([each.contiguous() for each in terms])
             x_at, y_at = [*[each.data_ptr() for each in terms], 0][:2]
-            if blocks:
-                start = begin(SoftmaxSegments)
-                start(starts.data_ptr(), rows, *ends(x_at, y_at), out.data_ptr())
+            x_rows_at = 0 if x_rows is None else x_rows.data_ptr()
+            y_rows_at = 0 if y_rows is None else y_rows.data_ptr()
+            start(SoftmaxSegments)(x_at, x_rows_at, y_at, y_rows_at, out.data_ptr())
             return out
 
         def gradient(p: torch.Tensor, g: torch.Tensor, *terms: torch.Tensor) -> torch.Tensor:
@@ -247,17 +248,23 @@ class SegmentKernels:
             p, g = p.contiguous(), g.contiguous()
             terms = tuple([each.contiguous() for each in terms])
             x_at, y_at = [*[each.data_ptr() for each in terms], 0, 0][:2]
-            if blocks:
-                given = (starts.data_ptr(), rows, p.data_ptr(), g.data_ptr())
-                start = begin(SoftmaxSegmentsGradient)
-                start(*given, *ends(x_at, y_at), out.data_ptr())
+            x_rows_at = 0 if x_rows is None else x_rows.data_ptr()
+            y_rows_at = 0 if y_rows is None else y_rows.data_ptr()
+            ends = (x_at, x_rows_at, y_at, y_rows_at)
+            start(SoftmaxSegmentsGradient)(p.data_ptr(), g.data_ptr(), *ends, out.data_ptr())
             return out
 
         return run, gradient
 
-    def _blocks(self, threads: int) -> int:
-        """Return the blocks of a kernel that has use for so many threads."""
-        return min(ceil_div(threads, THREADS), self._most_blocks)
+    def _begun(self, launch: Launch, threads: int, *first: Value) -> Callable[..., None]:
+        """Return a kernel that has use for so many threads, with its first parameters given.
+
+        Tensors among them are the caller's to keep.
+        """
+        if not threads:
+            return lambda *changing: None
+        blocks = min(ceil_div(threads, THREADS), self._most_blocks)
+        return functools.partial(launch, blocks, *map(number_of, first))
 
     def _slope(self, slope: float, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return a slope as kernels read it, one value of the dtype."""
@@ -285,10 +292,6 @@ class SegmentKernels:
             found = self._runner.bind(variant, parameters, THREADS, heads=heads, **fixed)
             found = self._launches.setdefault(key, found)
         return found
-
-
-def _address(table: torch.Tensor | None) -> int:
-    return 0 if table is None else table.data_ptr()
 
 
 def _vector(width: int, dtype: torch.dtype) -> int:

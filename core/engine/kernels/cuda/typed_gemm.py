@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,40 +72,53 @@ class MultiplyGradient(SourceParameters):
     out: Address
 
 
-@dataclass(frozen=True)
 class TypedTiles:
     """How rows that are sorted by type are cut for typed products, on their device.
+
+    Parameters
+    ----------
+    bounds : sequence of int
+        The first row of each type, and the end.
+    device : torch.device
+        Where the rows are.
+    uploads : Uploads, optional
+        What brings tables there; one of its own when left out.
 
     Attributes
     ----------
     tiles : torch.Tensor
         int64 ``[tiles, 3]``: type, first row, and the end of the type's rows, of TILE_ROWS each.
-    chunks : torch.Tensor
-        int64 ``[chunks, 2]``: first tile of each, all of one type, and the end of its tiles. Each
-        type has one or more; one without rows has one of no tile.
-    chunk_starts : torch.Tensor
-        int64 ``[types + 1]``: the first chunk of each type.
     """
 
-    tiles: torch.Tensor
-    chunks: torch.Tensor
-    chunk_starts: torch.Tensor
-    _ends: Ints
+    def __init__(
+        self, bounds: Sequence[int], device: torch.device, uploads: Uploads | None = None
+    ) -> None:
+        self._ends = np.array(bounds, np.int64)
+        self._uploads = uploads or Uploads(device)
+        tiles, self._first_tile = _tiles(self._ends, TILE_ROWS)
+        (self.tiles,) = self._uploads.of([torch.from_numpy(tiles)])
+        self._chunks: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    @classmethod
-    def of(
-        cls, bounds: list[int], device: torch.device, uploads: Uploads | None = None
-    ) -> TypedTiles:
-        """Return the tiles of types whose rows begin at `bounds`, which has their end too."""
-        ends = np.array(bounds, np.int64)
-        tiles, first_tile = _tiles(ends, TILE_ROWS)
-        of_chunk, chunk_begins, chunk_starts = pieces_of_types(first_tile, CHUNK_TILES, least=1)
-        chunks = np.empty((len(of_chunk), 2), np.int64)
-        chunks[:, 0] = chunk_begins
-        np.minimum(chunk_begins + CHUNK_TILES, first_tile[1:][of_chunk], out=chunks[:, 1])
-        given = [torch.from_numpy(each) for each in (tiles, chunks, chunk_starts)]
-        tables = (uploads or Uploads(device)).of(given)
-        return cls(*tables, ends)
+    def chunks(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what gradients of weights are summed by.
+
+        Returns
+        -------
+        chunks : torch.Tensor
+            int64 ``[chunks, 2]``: first tile of each, all of one type, and the end of its tiles.
+            Each type has one or more; one without rows has one of no tile.
+        starts : torch.Tensor
+            int64 ``[types + 1]``: the first chunk of each type.
+        """
+        with self._uploads:  # another thread's may not be copied yet
+            if self._chunks is None:
+                first_tile = self._first_tile
+                kinds, begins, starts = pieces_of_types(first_tile, CHUNK_TILES, least=1)
+                ends = np.minimum(begins + CHUNK_TILES, first_tile[1:][kinds])
+                tables = [np.stack([begins, ends], 1), starts]
+                chunks, first = self._uploads.of([torch.from_numpy(each) for each in tables])
+                self._chunks = chunks, first
+            return self._chunks
 
     @functools.cached_property
     def coarse(self) -> torch.Tensor:
@@ -242,14 +255,15 @@ class TypedGemmKernels:
         torch.Tensor
             ``[types, K, M]`` of x's dtype; zeros for a type without rows.
         """
-        n_chunks, width = tiles.chunks.shape[0], g.shape[1]
+        chunks, starts = tiles.chunks()
+        n_chunks, width = len(chunks), g.shape[1]
         parts = torch.empty(n_chunks, depth, width, dtype=torch.float32, device=g.device)
         if parts.numel():
             grid = (n_chunks, ceil_div(depth, GRADIENT_DEPTH), ceil_div(width, TILE_COLUMNS))
-            values: dict[str, Value] = {"chunk_tiles": tiles.chunks, "g": g, "out": parts}
+            values: dict[str, Value] = {"chunk_tiles": chunks, "g": g, "out": parts}
             values |= {"g_stride": g.stride(0), "tiles": tiles.tiles}
             self._start(MultiplyGradient, grid, RowSource(x, depth, index), width, values)
-        return _total(parts, tiles).to(g.dtype)
+        return _total(parts, starts).to(g.dtype)
 
     def prepare_product(
         self,
@@ -317,7 +331,8 @@ class TypedGemmKernels:
     ) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
         """Return `gradient` of plain rows as ``run(x, g)``, as `prepare_product` does."""
         *heads, depth = shape
-        n, of_parts = math.prod(heads), (tiles.chunks.shape[0], depth, width)
+        chunks, starts = tiles.chunks()
+        n, of_parts = math.prod(heads), (len(chunks), depth, width)
         device, size = tiles.tiles.device, dtype.itemsize
         of_result = (*heads, *of_parts)
         start = None
@@ -333,13 +348,13 @@ class TypedGemmKernels:
                 x, g = x.contiguous(), g.contiguous()
                 x_at, g_at, part_at = x.data_ptr(), g.data_ptr(), parts.data_ptr()
                 rows = (0 if index is None else index.data_ptr(), tiles.tiles.data_ptr())
-                chunks = tiles.chunks.data_ptr()
+                chunks_at = chunks.data_ptr()
                 for _ in range(n):
-                    start(x_at, *rows, chunks, g_at, part_at)
+                    start(x_at, *rows, chunks_at, g_at, part_at)
                     x_at += depth * size
                     g_at += width * size
                     part_at += part_bytes
-            found = _total(parts.transpose(0, 1) if heads else parts, tiles)
+            found = _total(parts.transpose(0, 1) if heads else parts, starts)
             return found if dtype is torch.float32 else found.to(dtype)
 
         return run
@@ -352,7 +367,7 @@ class TypedGemmKernels:
         dtype: torch.dtype,
         schedule: int = 0,
     ) -> Launch:
-        """Return a kernel for plain rows of a shape; it takes what belongs to a graph at each start.
+        """Return a kernel for plain rows of a shape, which takes what belongs to a graph.
 
         That are the addresses of tensors, of the rows' index among them, and of a product the
         number of tiles.
@@ -404,13 +419,11 @@ def _cut_for(tiles: TypedTiles, schedule: int) -> torch.Tensor:
     return tiles.tiles if SCHEDULES[schedule].coarsening == 1 else tiles.coarse
 
 
-def _total(parts: torch.Tensor, tiles: TypedTiles) -> torch.Tensor:
+def _total(parts: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
     """Return the gradients ``[types, ...]`` of which chunks have parts ``[chunks, ...]``."""
-    types = len(tiles.chunk_starts) - 1
+    types = len(starts) - 1
     if len(parts) == types:  # each has one, as none has fewer
         return parts.contiguous()
     flat = parts.reshape(len(parts), -1)
-    summed = torch.segment_reduce(
-        flat, "sum", offsets=tiles.chunk_starts, axis=0, unsafe=True, initial=0
-    )
+    summed = torch.segment_reduce(flat, "sum", offsets=starts, axis=0, unsafe=True, initial=0)
     return summed.view(types, *parts.shape[1:])
