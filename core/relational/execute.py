@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from ..engine.kernels.cuda import CudaKernels
 
 
+#: Returns what runs a step on a machine's graph.
+Bind = Callable[["Machine"], Run]
 #: torch's operators by step.
 _ELEMENTWISE: dict[str, Run] = {
     "add": torch.add,
@@ -118,25 +120,22 @@ class Call(NamedTuple):
     frees: tuple[int, ...]
 
 
-class Calls:
-    """A schedule whose steps are bound to a graph: a list of calls that is replayed.
+class Prepared:
+    """A schedule whose steps are prepared; bound to a graph it is a list of calls.
 
-    Threads may share it.
+    Threads may share it, and all graphs that share the steps.
 
     Parameters
     ----------
     schedule : Schedule
         The steps.
     machine : Machine
-        Runs them.
+        Prepares them, for graphs with the relations and types of its graph.
     """
 
     def __init__(self, schedule: Schedule, machine: Machine) -> None:
         places = {id(step): place for place, step in enumerate(schedule.given)}
-        bound = {
-            id(step): machine.call(step, machine.index_of(schedule, step))
-            for step in schedule.order
-        }
+        bound = {id(s): machine.prepared(s, schedule.gathers(s)) for s in schedule.order}
         wanted = {id(result) for result in schedule.results}
         shaped = {
             id(read)
@@ -144,8 +143,8 @@ class Calls:
             if not bound[id(step)][1]
             for read in schedule.reads(step)
         }
-        self._places = len(places)
-        made: list[tuple[Run, tuple[int, ...], int]] = []
+        n_places = len(places)
+        made: list[tuple[Bind, tuple[int, ...], int]] = []
         last: dict[int, int] = {}
         for step in schedule.order:
             reads = tuple(places[id(read)] for read in schedule.reads(step))
@@ -153,15 +152,40 @@ class Calls:
                 places[id(step)] = reads[0]  # kernels read memory alone
                 continue
             last |= dict.fromkeys(reads, len(made))
-            places[id(step)] = self._places
-            made.append((bound[id(step)][0], reads, self._places))
-            self._places += 1
-        self._results = [None if r is None else places[id(r)] for r in schedule.results]
+            places[id(step)] = n_places
+            made.append((bound[id(step)][0], reads, n_places))
+            n_places += 1
+        results = [None if r is None else places[id(r)] for r in schedule.results]
         frees: list[list[int]] = [[] for _ in made]
         for place, at in last.items():
-            if place not in self._results:
+            if place not in results:
                 frees[at].append(place)
-        self._calls = [Call(*each, tuple(f)) for each, f in zip(made, frees, strict=True)]
+        self._made = [(*each, tuple(f)) for each, f in zip(made, frees, strict=True)]
+        self._places, self._results = n_places, results
+
+    def on(self, machine: Machine) -> Calls:
+        """Return the calls on a machine's graph."""
+        calls = [Call(bind(machine), *places) for bind, *places in self._made]
+        return Calls(calls, self._places, self._results)
+
+
+class Calls:
+    """Steps that are bound to a graph: a list of calls that is replayed.
+
+    Threads may share it.
+
+    Parameters
+    ----------
+    calls : list of Call
+        The steps.
+    places : int
+        Of all values.
+    results : list of int or None
+        The places of the results.
+    """
+
+    def __init__(self, calls: list[Call], places: int, results: list[int | None]) -> None:
+        self._calls, self._places, self._results = calls, places, results
 
     def run(self, given: Sequence[Any]) -> list[torch.Tensor | None]:
         """Return the results, None where there is none, from what the schedule is given."""
@@ -195,33 +219,27 @@ class Machine(Products):
         on_cpu = compiled and kernels is None and graph.device.type == "cpu"
         super().__init__(graph, kernels, segment_sums if on_cpu else None)
         self.dtype = dtype
-        self.bound = None if kernels is None else KernelSteps(graph, kernels, dtype, tf32)
+        self._steps = None if kernels is None else KernelSteps(kernels, dtype, tf32)
 
-    def call(self, step: Step, index: torch.Tensor | None) -> tuple[Run, bool]:
-        """Return what runs a step on its arguments, and whether it is a kernel.
+    def prepared(self, step: Step, gathers: bool) -> tuple[Bind, bool]:
+        """Return what gives, of a machine, what runs a step on its arguments.
 
-        With `index` its first argument is read by it.
+        With `gathers` its first argument is read by index. The second value is whether it is a
+        kernel.
         """
-        kernel = None if self.bound is None else self.bound.bound(step, index)
-        if kernel is not None:
-            return kernel, True
+        on_graph = None
+        if self._steps is not None:
+            on_graph = self._steps.prepared(step, self.graph, gathers)
+        if on_graph is not None:
+            kernel = on_graph
+            return lambda machine: kernel(machine.graph), True
         if step.op == "inverse_counts":
-            found = self.graph.inverse_counts(self.dtype, step.space)
-            return lambda: found, False
+            return functools.partial(_counts, step.space), False
         if step.op in _ELEMENTWISE:
             same = all(a.space == "shared" or len(a.shape) == len(step.shape) for a in step.args)
-            return (_ELEMENTWISE[step.op] if same else functools.partial(_broadcast, step)), False
-        run = getattr(self, step.op)
-        if index is None:
-            return functools.partial(run, step), False
-        return functools.partial(run, step, index=index), False
-
-    def index_of(self, schedule: Schedule, step: Step) -> torch.Tensor | None:
-        """Return the rows that a step reads of its first argument, None where it reads them all."""
-        if not schedule.gathers(step):
-            return None
-        by = step.args[0]
-        return self.graph.gather_index(by.attrs[0], by.space)
+            run = _ELEMENTWISE[step.op] if same else functools.partial(_broadcast, step)
+            return lambda machine: run, False
+        return functools.partial(_by_torch, step, gathers), False
 
     # Traversal template: loops over the entries of each row
 
@@ -422,3 +440,17 @@ def _broadcast(step: Step, *args: torch.Tensor) -> torch.Tensor:
     ]
     found: torch.Tensor = _ELEMENTWISE[step.op](*rows)
     return found
+
+
+def _counts(space: str, machine: Machine) -> Run:
+    found = machine.graph.inverse_counts(machine.dtype, space)
+    return lambda: found
+
+
+def _by_torch(step: Step, gathers: bool, machine: Machine) -> Run:
+    run = getattr(machine, step.op)
+    if not gathers:
+        return functools.partial(run, step)
+    by = step.args[0]
+    index = machine.graph.gather_index(by.attrs[0], by.space)
+    return functools.partial(run, step, index=index)

@@ -27,140 +27,148 @@ if TYPE_CHECKING:
     from ..engine.kernels.cuda import CudaKernels
 
 Run = Callable[..., Any]
+#: Returns what runs a step on a graph.
+Bind = Callable[[RelationalGraph], Run]
 #: Dtypes that are summed as float32.
 NARROW = (torch.float16, torch.bfloat16)
 
 
 class KernelSteps:
-    """Binds steps to the kernels of a graph's GPU.
+    """Prepares steps for the kernels of a GPU; what is prepared is bound to each graph.
+
+    What depends on the shapes of rows alone is found out once, for all graphs that share steps:
+    sampled graphs come once, and on a GPU they wait for the host.
 
     Parameters
     ----------
-    graph : RelationalGraph
-        The graph.
     kernels : CudaKernels
-        Those of its GPU.
+        Those of the GPU.
     dtype : torch.dtype
         Of all values.
     tf32 : bool
         Whether torch multiplies float32 by tensor cores, which the kernels do not use.
     """
 
-    def __init__(
-        self, graph: RelationalGraph, kernels: CudaKernels, dtype: torch.dtype, tf32: bool
-    ) -> None:
-        self.graph, self.kernels, self.dtype, self.tf32 = graph, kernels, dtype, tf32
+    def __init__(self, kernels: CudaKernels, dtype: torch.dtype, tf32: bool) -> None:
+        self.kernels, self.dtype, self.tf32 = kernels, dtype, tf32
         self._wide = torch.float32 if dtype in NARROW else dtype
-        self._softmaxes: dict[Any, tuple[Run, Run]] = {}
 
-    def bound(self, step: Step, index: torch.Tensor | None) -> Run | None:
-        """Return what runs a step on its arguments, None where torch is to run it.
+    def prepared(self, step: Step, graph: RelationalGraph, gathers: bool) -> Bind | None:
+        """Return what binds a step to a graph, None where torch is to run it.
 
-        It takes tensors of any shape: only their memory is read, row by row.
+        What it returns takes tensors of any shape: only their memory is read, row by row.
 
         Parameters
         ----------
         step : Step
             The step.
-        index : torch.Tensor or None
-            int64: the rows of its first argument that a GEMM reads; None: as they are.
+        graph : RelationalGraph
+            One of those that it is bound to: they have the same relations and types.
+        gathers : bool
+            Whether a GEMM reads its first argument by index, as the `gather` in front of it would.
         """
-        if any(math.prod(each.shape) == 0 for each in (step, *step.args)):
+        if any([math.prod(each.shape) == 0 for each in (step, *step.args)]):
             return None
         if step.op in BY_INDEX:
-            return self._product(step, index)
+            return self._product(step, graph, gathers)
         if step.op == "type_sum":
-            return self._converted(self._type_sum(step))
+            return self._converted(functools.partial(self._type_sum, step))
         if step.op == "hop_sum":
             return self._converted(self._hop_sum(step))
         if step.op == "hop_dot":
             return self._converted(self._hop_dot(step))
         if step.op == "softmax":
-            return self._converted(self._softmax(step, step.args)[0])
+            return self._converted(self._softmax(step, step.args, False))
         if step.op == "softmax_grad":
-            return self._converted(self._softmax(step, step.args[2:])[1])
+            return self._converted(self._softmax(step, step.args[2:], True))
         return None
 
-    def _converted(self, run: Run) -> Run:
+    def _converted(self, bind: Bind) -> Bind:
         if self.dtype is self._wide:
-            return run
-        return lambda *values: run(*[value.float() for value in values]).to(self.dtype)
+            return bind
 
-    def _hop_sum(self, step: Step) -> Run:
+        def converted(graph: RelationalGraph) -> Run:
+            run = bind(graph)
+            return lambda *values: run(*[value.float() for value in values]).to(self.dtype)
+
+        return converted
+
+    def _hop_sum(self, step: Step) -> Bind:
         name, transposed = step.attrs
         heads = step.args[1].width if len(step.args) > 1 else 1
-        entries = self.graph.hop(name).by_row(transposed)
-        width = step.width // heads
-        return self.kernels.segments.prepare_sum(*entries, heads, width, self._wide, step.shape)
+        shape = (heads, step.width // heads, self._wide, step.shape)
+        prepare = self.kernels.segments.prepare_sum
+        return lambda graph: prepare(*graph.hop(name).by_row(transposed), *shape)
 
-    def _type_sum(self, step: Step) -> Run:
-        found = levels_of(self.graph, step.args[0].space)
+    def _type_sum(self, step: Step, graph: RelationalGraph) -> Run:
         runs = [
             self.kernels.segments.prepare_sum(
                 starts, columns, columns, 1, step.width, self._wide, step.shape
             )
-            for starts, columns in found
+            for starts, columns in levels_of(graph, step.args[0].space)
         ]
         return lambda g: functools.reduce(lambda rows, run: run(rows), runs, g)
 
-    def _hop_dot(self, step: Step) -> Run:
+    def _hop_dot(self, step: Step) -> Bind:
         (name,) = step.attrs
-        hop, width = self.graph.hop(name), step.args[0].width // step.width
-        entries = (*hop.entries(), hop.n_edges)
-        return self.kernels.segments.prepare_dots(
-            *entries, step.width, width, self._wide, step.shape, hop.has_all_edges
-        )
+        shape = (step.width, step.args[0].width // step.width, self._wide, step.shape)
+        prepare = self.kernels.segments.prepare_dots
 
-    def _softmax(self, step: Step, terms: tuple[Step, ...]) -> tuple[Run, Run]:
-        spaces = tuple(term.space for term in terms)
-        key = (spaces, step.attrs, step.shape)
-        if key not in self._softmaxes:
-            rows = [self.graph.rows_of_edges(space) for space in spaces]
-            x_rows, y_rows = [*rows, None, None][:2]
-            multiplied, slope = step.attrs
-            self._softmaxes[key] = self.kernels.segments.prepare_softmax(
-                self.graph.starts, self.graph.num_edges, step.width, self._wide, x_rows, y_rows,
-                multiplied, slope, step.shape,
-            )  # fmt: skip
-        return self._softmaxes[key]
+        def bind(graph: RelationalGraph) -> Run:
+            hop = graph.hop(name)
+            return prepare(*hop.entries(), hop.n_edges, *shape, hop.has_all_edges)
 
-    def _product(self, step: Step, index: torch.Tensor | None) -> Run | None:
+        return bind
+
+    def _softmax(self, step: Step, terms: tuple[Step, ...], gradient: bool) -> Bind:
+        spaces = [term.space for term in terms]
+        prepare = self.kernels.segments.prepare_softmax
+
+        def bind(graph: RelationalGraph) -> Run:
+            x_rows, y_rows = [*map(graph.rows_of_edges, spaces), None, None][:2]
+            shape = (graph.num_edges, step.width, self._wide)
+            both = prepare(graph.starts, *shape, x_rows, y_rows, *step.attrs, step.shape)
+            return both[gradient]
+
+        return bind
+
+    def _product(self, step: Step, graph: RelationalGraph, gathers: bool) -> Bind | None:
         x = step.args[0]
-        bounds = self.graph.bounds(x.space)
         source = x.args[0] if x.op == "gather" else x
+        bounds = graph.bounds(x.space)
         if bounds is None or source.op == "packed":
             return None
-        run = self._typed(step, bounds, index)
-        small = bounds[-1] < product_ways.LARGE_ROWS
-        if run is None or small or step.op == "weight_grad" or len(x.shape) != 1:
-            return run
+        if not gathers and (self.tf32 or len(bounds) - 1 < BATCH_RELATIONS):
+            return None
         rows = torch.empty(0, dtype=self.dtype, device="meta")
-        ways: dict[str, Any] = {
-            schedule.name: functools.partial(self._typed, step, bounds, schedule=number)
-            for number, schedule in enumerate(SCHEDULES)
-            if self.kernels.typed.takes(rows, x.width, number)
-        }
-        read = x if index is None else source
-        shape = (self.graph.row_count(read.space), x.width, step.width)
-        device = self.graph.device
-        return product_ways.fastest_product(ways, shape, bounds, self.dtype, device, index)
+        if not takes(self.kernels, graph.device, rows, x.shape[-1]):
+            return None
+        numbers = [n for n in range(len(SCHEDULES)) if self.kernels.typed.takes(rows, x.width, n)]
+        return functools.partial(self._typed, step, source if gathers else x, gathers, numbers)
 
     def _typed(
-        self, step: Step, bounds: list[int], index: torch.Tensor | None, schedule: int = 0
-    ) -> Run | None:
-        """Return the kernel of a product, or None where torch is to run it."""
-        x, other = step.args[:2]
-        space, typed = x.space, self.kernels.typed
-        if index is None and (self.tf32 or len(bounds) - 1 < BATCH_RELATIONS):
-            return None
-        rows = torch.empty(0, dtype=self.dtype, device="meta")
-        if not takes(self.kernels, self.graph.device, rows, x.shape[-1]):
-            return None
-        tiles = tiles_of(self.graph, space, bounds)
+        self, step: Step, read: Step, gathers: bool, schedules: list[int], graph: RelationalGraph
+    ) -> Run:
+        """Return the kernel of a product that reads the rows of a step."""
+        x, typed = step.args[0], self.kernels.typed
+        index = graph.gather_index(x.attrs[0], x.space) if gathers else None
+        bounds = graph.bounds(x.space)
+        assert bounds is not None
+        tiles = tiles_of(graph, x.space, bounds)
         if step.op == "weight_grad":
-            return typed.prepare_gradient(tiles, x.shape, other.shape[-1], self.dtype, index)
-        n, width = bounds[-1], step.shape[-1]
-        return typed.prepare_product(tiles, n, x.shape, width, self.dtype, index, schedule)
+            width = step.args[1].shape[-1]
+            return typed.prepare_gradient(tiles, x.shape, width, self.dtype, index)
+        shape = (bounds[-1], x.shape, step.shape[-1], self.dtype)
+        if bounds[-1] < product_ways.LARGE_ROWS or len(x.shape) != 1:
+            return typed.prepare_product(tiles, *shape, index)
+        ways: dict[str, Any] = {
+            SCHEDULES[number].name: functools.partial(
+                typed.prepare_product, tiles, *shape, schedule=number
+            )
+            for number in schedules
+        }
+        sizes = (graph.row_count(read.space), x.width, step.width)
+        return product_ways.fastest_product(ways, sizes, bounds, self.dtype, graph.device, index)
 
 
 def takes(

@@ -14,7 +14,7 @@ import torch
 
 from ..errors import ArgumentError, ArgumentTypeError, BitslabError
 from ..tables import CompressedFeature, CompressedTable, SlabCache
-from .execute import Calls, Machine, Schedule
+from .execute import Calls, Machine, Prepared, Schedule
 from .gradient import differentiated, kept_of
 from .graph import RelationalGraph
 from .packed_changes import Packed, PackedWatch, naming_closed
@@ -145,6 +145,8 @@ class Chosen(NamedTuple):
         The inputs that have rows of a graph.
     schedules : dict
         By the inputs that take gradients.
+    prepared : dict
+        Of these, by the dtype and the device too: what plans have in common.
     """
 
     reordered: Sequence[Value]
@@ -152,6 +154,7 @@ class Chosen(NamedTuple):
     made: dict[Any, Step]
     placed: list[Value]
     schedules: dict[tuple[str, ...], Schedules]
+    prepared: dict[Any, tuple[dict[str, Any], Prepared, Prepared | None]]
 
 
 #: Up to so many edges steps are those of a graph of like sizes: to choose them takes a CPU 0.8
@@ -296,23 +299,46 @@ class CompiledProgram:
         forward, backward = self._schedules(graph, chosen, wanted)
         dtype = autocast or inputs[0].dtype
         machine = Machine(graph, dtype, self.backend == "auto", tf32 and dtype is torch.float32)
-        kept = [] if backward is None else backward.given
+        key = (tuple(wanted), tuple(plain), dtype, tf32, machine.kernels)
+        prepared = chosen.prepared.get(key)
+        if prepared is None:
+            given = (forward, backward, wanted, list(plain), machine)
+            prepared = chosen.prepared.setdefault(key, self._prepared(chosen, *given))
+        facts, run_forward, run_backward = prepared
         return Plan(
-            reordered=chosen.reordered,
-            forward=forward,
-            backward=backward,
-            n_outputs=len(chosen.outputs),
-            run_forward=Calls(forward, machine),
-            run_backward=None if backward is None else Calls(backward, machine),
-            dtype=dtype,
-            reads=[names.index(leaf.attrs[0]) for leaf in forward.given],
-            gradients=[wanted.index(name) if name in wanted else None for name in plain],
-            packed=[(name, place) for place, name in enumerate(names) if name not in plain],
-            read_again=[
+            **facts,
+            run_forward=run_forward.on(machine),
+            run_backward=None if run_backward is None else run_backward.on(machine),
+        )
+
+    def _prepared(
+        self,
+        chosen: Chosen,
+        forward: Schedule,
+        backward: Schedule | None,
+        wanted: Sequence[str],
+        plain: Sequence[str],
+        machine: Machine,
+    ) -> tuple[dict[str, Any], Prepared, Prepared | None]:
+        """Return what plans of graphs that share their steps have in common, and the steps."""
+        names = self.program.names
+        kept = [] if backward is None else backward.given
+        facts = {
+            "reordered": chosen.reordered,
+            "forward": forward,
+            "backward": backward,
+            "n_outputs": len(chosen.outputs),
+            "dtype": machine.dtype,
+            "reads": [names.index(leaf.attrs[0]) for leaf in forward.given],
+            "gradients": [wanted.index(name) if name in wanted else None for name in plain],
+            "packed": [(name, place) for place, name in enumerate(names) if name not in plain],
+            "read_again": [
                 (name, names.index(name))
                 for name in dict.fromkeys(s.attrs[0] for s in kept if s.op == "packed")
             ],
-        )
+        }
+        of_backward = None if backward is None else Prepared(backward, machine)
+        return facts, Prepared(forward, machine), of_backward
 
     def _chosen(self, graph: RelationalGraph, infos: Mapping[str, InputInfo]) -> Chosen:
         """Return the steps for a graph: of a small one those that one like it was given before.
@@ -345,7 +371,7 @@ class CompiledProgram:
     def _cheapest(self, graph: RelationalGraph, infos: Mapping[str, InputInfo]) -> Chosen:
         """Return the steps that are predicted to cost least on a graph."""
         lowering, values = lowered(graph, infos, self.passes, self.program.outputs)
-        return Chosen(values, lowering.outputs, lowering.steps.made, lowering.placed, {})
+        return Chosen(values, lowering.outputs, lowering.steps.made, lowering.placed, {}, {})
 
     def _schedules(
         self, graph: RelationalGraph, chosen: Chosen, wanted: Sequence[str]

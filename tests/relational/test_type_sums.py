@@ -45,7 +45,9 @@ def test_sums_by_relation(piece_rows, backend, shape, dtype, monkeypatch):
     made = RelationalGraph(torch.zeros(2, len(kinds), dtype=torch.int64), kinds, 1, len(COUNTS))
     steps = Steps(made)
     step = steps.type_sum(steps.make("input", (), "typed_edge", shape, "g"), "relation", shape)
-    run, kernel = Machine(made, dtype, backend != "torch").call(step, None)
+    machine = Machine(made, dtype, backend != "torch")
+    bind, kernel = machine.prepared(step, False)
+    run = bind(machine)
     assert kernel == (backend == "kernels")
     # Sums of integers are exact; those of 16-bit values are rounded once, not by pieces.
     draw = torch.Generator().manual_seed(0)
