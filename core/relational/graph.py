@@ -35,7 +35,9 @@ from .node_types import TYPE_SPACES, NodeTypes
 from .plan_memory import planning
 from .rows import (
     NO_NODE,
+    EdgeHop,
     Hop,
+    HostTables,
     Rows,
     UploadedHop,
     UploadedRows,
@@ -127,6 +129,7 @@ class RelationalGraph:
         #: each row.
         rows = len(edge_type) + sum(sizes) if on_host else 32
         self.uploads = Uploads(edge_type.device, chunk_bytes=128 * rows)
+        self._tables = HostTables(self.uploads)
         with planning():
             if on_host:
                 self._plan_on_host()
@@ -161,7 +164,7 @@ class RelationalGraph:
         if host is None:
             found: torch.Tensor = getattr(self, name)
             return found
-        return self.once(name, lambda: self.uploads.of([getattr(host, name)])[0])
+        return self._tables.on_device(getattr(host, name))
 
     def _plan(self, columns: list[torch.Tensor]) -> None:
         """Check ranges and put the edges in order."""
@@ -297,6 +300,7 @@ class RelationalGraph:
                 except BaseException:
                     if self._host is not None and not self.uploads.in_block:
                         self._made.clear()  # what was made for it may not have been copied
+                        self._tables.clear()
                     raise
                 kept[key] = made
             found: T = kept[key]
@@ -326,13 +330,16 @@ class RelationalGraph:
         if self._host is not None:
             rows = self._host.rows(space)
             assert isinstance(rows, Rows)
-            return UploadedRows(rows, self.uploads)
+            return UploadedRows(rows, self._tables)
         if space in ("src", "dst"):
+            ordered = None
+            if space == "dst":
+                ordered = self.rows("edge").of_edge, self._starts
             of_edge, n = (self._src, self.num_src) if space == "src" else (self._dst, self.num_dst)
             if self.node_types is None:
-                return Rows(n, of_edge)
+                return Rows(n, of_edge, ordered=ordered)
             kinds = self.node_types.of_nodes(self.device)
-            return Rows(n, of_edge, None, kinds, list(self.node_types.bounds))
+            return Rows(n, of_edge, None, kinds, list(self.node_types.bounds), ordered)
         if space in TYPE_SPACES:
             assert self.node_types is not None
             of_edge = self.node_types.of_relations(space, self.device)[self._type]
@@ -458,7 +465,7 @@ class RelationalGraph:
 
     def _make_hop(self, name: str) -> Hop:
         if self._host is not None:
-            return UploadedHop(self._host.hop(name), self.uploads)
+            return UploadedHop(self._host.hop(name), self._tables)
         edges = self.rows("edge").of_edge
         if name.startswith("gather:"):
             to, source = name.removeprefix("gather:").split("<")
@@ -468,7 +475,8 @@ class RelationalGraph:
             return Hop(rows, index, ones, *sizes, self.num_edges)
         if "<" in name:
             left, right = (self.rows(space) for space in name.split("<"))
-            return Hop(left.of_edge, right.of_edge, edges, left.n, right.n, self.num_edges, True)
+            assert isinstance(left, Rows) and isinstance(right, Rows)
+            return EdgeHop(left, right, edges)
         way, _, space = name.partition(":")
         by_dst, mixed = _sides(space), self.rows(space)
         assert mixed.node is not None and mixed.relation is not None

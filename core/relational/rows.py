@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,8 @@ class Rows:
         int64 ``[n]``: the relation of each row, where rows are sorted by relation.
     bounds : list of int or None
         The first row of each relation, and n, on the host.
+    ordered : tuple of torch.Tensor, optional
+        `in_order`, where it is known.
     """
 
     n: int
@@ -59,6 +62,41 @@ class Rows:
     node: torch.Tensor | None = None
     relation: torch.Tensor | None = None
     bounds: list[int] | None = None
+    ordered: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @functools.cached_property
+    def in_order(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The edges row by row, int64 ``[E]``, and where each row begins, int64 ``[n + 1]``."""
+        return sort(self.of_edge, self.n) if self.ordered is None else self.ordered
+
+
+class HostTables:
+    """Tables of a graph of the CPU on a device: each is uploaded when it is asked for first.
+
+    Parameters
+    ----------
+    uploads : Uploads
+        Of the device.
+    """
+
+    def __init__(self, uploads: Uploads) -> None:
+        self._uploads = uploads
+        #: By number of the object: a table of the CPU, and the one on the device.
+        self._there: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def on_device(self, table: torch.Tensor) -> torch.Tensor:
+        """Return a table of the CPU on the device."""
+        with self._uploads:  # another thread's may not be copied yet
+            found = self._there.get(id(table))
+            if found is None:
+                with planning():
+                    (there,) = self._uploads.of([table])
+                found = self._there[id(table)] = table, there
+            return found[1]
+
+    def clear(self) -> None:
+        """Upload again what is asked for from now on."""
+        self._there.clear()
 
 
 class UploadedRows:
@@ -68,7 +106,7 @@ class UploadedRows:
     ----------
     rows : Rows
         The rows.
-    uploads : Uploads
+    tables : HostTables
         Of the device where they are wanted.
 
     Attributes
@@ -77,36 +115,26 @@ class UploadedRows:
         As those of `Rows`.
     """
 
-    def __init__(self, rows: Rows, uploads: Uploads) -> None:
+    def __init__(self, rows: Rows, tables: HostTables) -> None:
         self.n, self.bounds = rows.n, rows.bounds
-        self._rows, self._uploads = rows, uploads
-        self._there: dict[int, torch.Tensor] = {}
+        self._rows, self._tables = rows, tables
 
     @property
     def of_edge(self) -> torch.Tensor:
         """int64 ``[E]``: the row of each edge, edges in the order of their destinations."""
-        return self._on_device(self._rows.of_edge)
+        return self._tables.on_device(self._rows.of_edge)
 
     @property
     def node(self) -> torch.Tensor | None:
         """`Rows.node`, on the device."""
         node = self._rows.node
-        return None if node is None else self._on_device(node)
+        return None if node is None else self._tables.on_device(node)
 
     @property
     def relation(self) -> torch.Tensor | None:
         """`Rows.relation`, on the device."""
         relation = self._rows.relation
-        return None if relation is None else self._on_device(relation)
-
-    def _on_device(self, table: torch.Tensor) -> torch.Tensor:
-        with self._uploads:  # another thread's may not be copied yet
-            found = self._there.get(id(table))
-            if found is None:
-                with planning():
-                    (found,) = self._uploads.of([table])
-                self._there[id(table)] = found
-            return found
+        return None if relation is None else self._tables.on_device(relation)
 
 
 class Hop:
@@ -158,6 +186,30 @@ class Hop:
         return starts, columns[order], edge[order]
 
 
+class EdgeHop(Hop):
+    """A matrix whose entries are the edges, each with its own weight.
+
+    Parameters
+    ----------
+    to, source : Rows
+        Of both spaces.
+    edges : torch.Tensor
+        int64 ``[E]``: the numbers of the edges.
+    """
+
+    def __init__(self, to: Rows, source: Rows, edges: torch.Tensor) -> None:
+        super().__init__(to.of_edge, source.of_edge, edges, to.n, source.n, len(edges), True)
+        self._to, self._source, self._edges = to, source, edges
+
+    def _sorted(self, transposed: bool) -> Entries:
+        rows, columns = (self._source, self._to) if transposed else (self._to, self._source)
+        order, starts = rows.in_order
+        if order is self._edges:
+            return starts, columns.of_edge, order
+        own = columns.of_edge is self._edges
+        return starts, order if own else columns.of_edge[order], order
+
+
 class UploadedHop(Hop):
     """A matrix of the CPU on a device: what is asked for is uploaded.
 
@@ -165,35 +217,26 @@ class UploadedHop(Hop):
     ----------
     hop : Hop
         The matrix.
-    uploads : Uploads
+    tables : HostTables
         Of the device where its entries are wanted.
     """
 
-    def __init__(self, hop: Hop, uploads: Uploads) -> None:
+    def __init__(self, hop: Hop, tables: HostTables) -> None:
         sizes = (hop.to_rows, hop.source_rows, hop.n_edges)
         super().__init__(*hop.entries(), *sizes, has_all_edges=hop.has_all_edges)
-        self._hop, self._uploads = hop, uploads
-        self._on_device: Entries | None = None
+        self._hop, self._tables = hop, tables
 
     def entries(self) -> Entries:
         """Return row, column and edge of each entry, on the device."""
-        with self._uploads:  # another thread's may not be copied yet
-            if self._on_device is None:
-                with planning():
-                    self._on_device = self._uploaded(self._hop.entries())
-            return self._on_device
+        return self._on_device(self._hop.entries())
 
     def by_row(self, transposed: bool) -> Entries:
         """Return starts, columns and edges of the entries row by row, on the device."""
-        with self._uploads:
-            return super().by_row(transposed)
+        return self._on_device(self._hop.by_row(transposed))
 
-    def _sorted(self, transposed: bool) -> Entries:
-        return self._uploaded(self._hop.by_row(transposed))
-
-    def _uploaded(self, entries: Entries) -> Entries:
-        to, source, edge = self._uploads.of(entries)
-        return to, source, edge
+    def _on_device(self, entries: Entries) -> Entries:
+        first, second, third = map(self._tables.on_device, entries)
+        return first, second, third
 
 
 def sort(

@@ -236,7 +236,7 @@ def test_a_graph_without_memory_for_its_plan_is_not_kept(late, monkeypatch):
 
     def fail(*args):
         caller = sys._getframe(1)
-        if caller.f_code.co_name == ("_sorted" if late else "_pairs"):
+        if caller.f_code.co_name == ("in_order" if late else "_pairs"):
             raise MemoryError("Unable to allocate 8 GiB")
         if caller.f_code.co_name == "_place":
             made.append(weakref.ref(caller.f_locals["self"]))
