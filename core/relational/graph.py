@@ -124,11 +124,13 @@ class RelationalGraph:
         self._lock = threading.RLock()
         self._made: dict[Any, Any] = {}
         self._host: RelationalGraph | None = None
+        #: Most tables of a small graph of the CPU; no others are kept there.
+        self.block = torch.empty(0, dtype=torch.int64, device="cpu")
         on_host = planned_on_host(edge_type.device, len(edge_type), sum(sizes))
-        #: Brings what is made on the host to the device of the graph: of a plan some 100 bytes for
-        #: each row.
-        rows = len(edge_type) + sum(sizes) if on_host else 32
-        self.uploads = Uploads(edge_type.device, chunk_bytes=128 * rows)
+        #: Brings what is made on the host to the device of the graph: of a plan `block`, 136 bytes
+        #: for each edge and 8 for each destination, and some more.
+        chunk_bytes = 176 * len(edge_type) + 16 * sum(sizes) if on_host else 4096
+        self.uploads = Uploads(edge_type.device, chunk_bytes)
         self._tables = HostTables(self.uploads)
         with planning():
             if on_host:
@@ -145,9 +147,10 @@ class RelationalGraph:
         joined = torch.cat([self.edge_index.flatten(), self.edge_type]).long().cpu()
         n = len(self.edge_type)
         sizes = (self.num_src, self.num_dst)
-        self._host = RelationalGraph(
+        self._host = host = RelationalGraph(
             joined[: 2 * n].view(2, n), joined[2 * n :], sizes, self.num_relations, self.node_types
         )
+        self._tables.share(host.block)
 
     @property
     def order(self) -> torch.Tensor:
@@ -228,15 +231,21 @@ class RelationalGraph:
     def _survey_on_cpu(self) -> None:
         """Check ranges, put the edges in order and find all pairs, of a small graph of the CPU."""
         sizes = (self.num_src, self.num_dst, self.num_relations)
-        edges = [t.long().contiguous() for t in (self.edge_index, self.edge_type)]
-        limits, found, bounds = segment_sums.survey_edges(edges[0], edges[1], sizes)
-        self._check_ranges(limits)
-        self._order, self._starts, self._src, self._dst, self._type, *rest = found
-        by_type, place, kinds, *pairs = rest
+        edges, types = (t.long().contiguous() for t in (self.edge_index, self.edge_type))
+        found = segment_sums.survey_edges(edges, types, sizes)
+        self._check_ranges(found.limits)
+        self.block = found.block
+        self._order, self._starts = found.order, found.starts
+        self._src, self._dst, self._type = found.src, found.dst, found.kind
         self._check_types()
-        self._made["rows typed_edge"] = Rows(self.num_edges, place, by_type, kinds, bounds[0])
-        for name, of, at in zip(("src", "dst"), (pairs[:3], pairs[3:]), bounds[1:], strict=True):
-            self._made[f"rows pair_{name}"] = Rows(at[-1], *of, at)
+        n, made = self.num_edges, self._made
+        made["rows edge"] = Rows(n, found.numbers)
+        typed = (found.place, found.by_kind, found.kind_of, found.bounds)
+        made["rows typed_edge"] = Rows(n, *typed)
+        for name, pairs in zip(("src", "dst"), found.pairs, strict=True):
+            of_pairs = (pairs.of_edge, pairs.node, pairs.kind, pairs.bounds)
+            ordered = (pairs.order, pairs.starts)
+            made[f"rows pair_{name}"] = Rows(pairs.bounds[-1], *of_pairs, ordered)
 
     def _check_types(self) -> None:
         """Raise an error for an edge whose nodes have other types than its relation."""

@@ -83,6 +83,13 @@ class HostTables:
         self._uploads = uploads
         #: By number of the object: a table of the CPU, and the one on the device.
         self._there: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        #: What most tables are parts of, and its address.
+        self._block, self._block_at = torch.empty(0, dtype=torch.int64, device="cpu"), 0
+        self._block_there: torch.Tensor | None = None
+
+    def share(self, block: torch.Tensor) -> None:
+        """Upload tables that are part of a block of int64 with all of it."""
+        self._block, self._block_at = block, block.data_ptr()
 
     def on_device(self, table: torch.Tensor) -> torch.Tensor:
         """Return a table of the CPU on the device."""
@@ -90,13 +97,22 @@ class HostTables:
             found = self._there.get(id(table))
             if found is None:
                 with planning():
-                    (there,) = self._uploads.of([table])
-                found = self._there[id(table)] = table, there
+                    found = self._there[id(table)] = table, self._made(table)
             return found[1]
+
+    def _made(self, table: torch.Tensor) -> torch.Tensor:
+        offset = table.data_ptr() - self._block_at
+        inside = 0 <= offset < self._block.nbytes and table.ndim == 1 and len(table)
+        if not inside or table.dtype is not torch.int64:
+            return self._uploads.of([table])[0]
+        if self._block_there is None:
+            (self._block_there,) = self._uploads.of([self._block])
+        return self._block_there.narrow(0, offset // 8, len(table))
 
     def clear(self) -> None:
         """Upload again what is asked for from now on."""
         self._there.clear()
+        self._block_there = None
 
 
 class UploadedRows:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -70,10 +70,72 @@ def number_pairs(
     return torch.from_numpy(rows), torch.from_numpy(nodes_out[:n].copy()), counts.cumsum().tolist()
 
 
+class Pairs(NamedTuple):
+    """The distinct pairs of a node and a kind among edges, by kind, then node; all int64.
+
+    Attributes
+    ----------
+    of_edge : torch.Tensor
+        ``[E]``: the pair of each edge.
+    node, kind : torch.Tensor
+        ``[pairs]``.
+    order, starts : torch.Tensor
+        ``[E]`` and ``[pairs + 1]``: the edges pair by pair, and where each begins.
+    bounds : list of int
+        ``[kinds + 1]``: the first pair of each kind.
+    """
+
+    of_edge: torch.Tensor
+    node: torch.Tensor
+    kind: torch.Tensor
+    order: torch.Tensor
+    starts: torch.Tensor
+    bounds: list[int]
+
+
+class EdgeSurvey(NamedTuple):
+    """The edges of a graph in the order of their destinations; all int64.
+
+    Attributes
+    ----------
+    limits : list of int
+        Lowest and highest of sources, destinations and kinds; all else is undefined where these are
+        out of range.
+    block : torch.Tensor
+        Has all that follows.
+    order, starts : torch.Tensor
+        ``[E]`` and ``[destinations + 1]``: the order, and where each destination begins.
+    src, dst, kind : torch.Tensor
+        ``[E]``.
+    numbers : torch.Tensor
+        ``[E]``: 0, 1, ...
+    place, by_kind, kind_of : torch.Tensor
+        ``[E]``: where each edge stands by kind, the edge at each place, and its kind.
+    bounds : list of int
+        ``[kinds + 1]``: the first edge of each kind.
+    pairs : tuple of Pairs
+        Those of sources, and of destinations.
+    """
+
+    limits: list[int]
+    block: torch.Tensor
+    order: torch.Tensor
+    starts: torch.Tensor
+    src: torch.Tensor
+    dst: torch.Tensor
+    kind: torch.Tensor
+    numbers: torch.Tensor
+    place: torch.Tensor
+    by_kind: torch.Tensor
+    kind_of: torch.Tensor
+    bounds: list[int]
+    pairs: tuple[Pairs, Pairs]
+
+
 def survey_edges(
     ends: torch.Tensor, kinds: torch.Tensor, sizes: tuple[int, int, int]
-) -> tuple[list[int], Sequence[torch.Tensor], list[list[int]]]:
-    """Put edges in the order of their destinations, and find their pairs, with one call.
+) -> EdgeSurvey:
+    """Put edges in the order of their destinations, and find their pairs, by one loop.
 
     Parameters
     ----------
@@ -83,31 +145,30 @@ def survey_edges(
         int64 ``[E]``.
     sizes : tuple of int
         Sources, destinations, and kinds.
-
-    Returns
-    -------
-    limits : list of int
-        Lowest and highest of sources, destinations and kinds; what follows is undefined where these
-        are out of range.
-    found : sequence of torch.Tensor
-        int64: the order ``[E]``, the start of each destination in it ``[destinations + 1]``; of the
-        edges in it source, destination and kind ``[E]``; the edges by kind, the place of each there
-        and the kind at each ``[E]``; of pairs of sources and then of destinations, by kind, the
-        pair of each edge ``[E]``, and node and kind of each pair ``[pairs]``.
-    bounds : list of list of int
-        ``3 x [kinds + 1]``: of each kind the first edge, pair of a source and of a destination.
     """
-    n, n_kinds = len(kinds), sizes[2]
-    of_edges, starts = np.empty((13, n), np.int64), np.zeros(sizes[1] + 2, np.int64)
-    bounds, limits = np.zeros((3, n_kinds + 1), np.int64), np.zeros(6, np.int64)
-    arrays = (ends.numpy(), kinds.numpy(), np.array(sizes, np.int64), of_edges, starts, bounds)
+    n, n_columns = len(kinds), 17
+    width = n + 2 + n % 2  # columns begin at 16 bytes, as kernels may read them
+    flat = np.empty(n_columns * width + sizes[1] + 2, np.int64)
+    columns, starts = flat[: n_columns * width].reshape(n_columns, width), flat[n_columns * width :]
+    starts[:] = 0
+    bounds, limits = np.zeros((3, sizes[2] + 1), np.int64), np.zeros(6, np.int64)
+    arrays = (ends.numpy(), kinds.numpy(), np.array(sizes, np.int64), columns, starts, bounds)
     call(summing().survey_edges, *arrays, limits)
-    order, *found = torch.from_numpy(of_edges).unbind()
+    block = torch.from_numpy(flat)
+    order, src, dst, kind, numbers, place, kind_of, *more = (
+        block[: n_columns * width].view(n_columns, width)[:, :n].unbind()
+    )
     at = bounds.tolist()
-    for side, where in ((at[1], 6), (at[2], 9)):
-        found[where + 1], found[where + 2] = (t[: side[-1]] for t in found[where + 1 : where + 3])
-    first = torch.from_numpy(starts[: sizes[1] + 1])
-    return limits.tolist(), [order, first, *found], at
+    pairs = []
+    for side, (of_edge, node, of_pair, by, _) in enumerate((more[:5], more[5:])):
+        count, first = at[1 + side][-1], (11 + 5 * side) * width
+        begins = block.narrow(0, first, count + 1)
+        given = (of_edge, node.narrow(0, 0, count), of_pair.narrow(0, 0, count), by, begins)
+        pairs.append(Pairs(*given, at[1 + side]))
+    return EdgeSurvey(
+        limits.tolist(), block, order, block.narrow(0, n_columns * width, sizes[1] + 1),
+        src, dst, kind, numbers, place, more[8], kind_of, at[0], (pairs[0], pairs[1]),
+    )  # fmt: skip
 
 
 #: Bytes of rows that are added in the time in which others pack one: waking a thread takes as long

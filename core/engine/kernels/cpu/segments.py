@@ -51,7 +51,7 @@ def number_pairs(kinds, nodes, order, rows, node_of_row, bounds):
 
 
 @njit(nogil=True, cache=True)
-def survey_edges(ends, kinds, sizes, found, starts, bounds, limits):
+def survey_edges(ends, kinds, sizes, columns, starts, bounds, limits):
     """Put edges in order, and find their pairs of nodes and kinds, for `segment_sums.survey_edges`.
 
     Writes lowest and highest of each column to ``limits`` and, unless one is out of range, all
@@ -66,30 +66,35 @@ def survey_edges(ends, kinds, sizes, found, starts, bounds, limits):
         limits[2 * c], limits[2 * c + 1] = low, high
         if low < 0 or high >= sizes[c]:
             return False
-    order, src, dst, kind, typed, place = found[0], found[1], found[2], found[3], found[4], found[5]
-    as_given = np.arange(n)
-    order_by_key(ends[1], as_given, starts, order)
+    found = columns[:, :n]
+    order, src, dst, kind, numbers = found[0], found[1], found[2], found[3], found[4]
+    numbers[:] = np.arange(n)
+    order_by_key(ends[1], numbers, starts, order)
     for i in range(n):
         edge = order[i]
         src[i], dst[i], kind[i] = ends[0, edge], ends[1, edge], kinds[edge]
-    of_kind = np.zeros(n_kinds + 2, np.int64)
-    order_by_key(kind, as_given, of_kind, typed)
-    bounds[0] = of_kind[: n_kinds + 1]
+    # Edges are in the order of their destinations: by kind they are in that of both.
+    by_src, by_both, by_kind, of_kind = (np.empty_like(numbers), found[10], found[15], found[6])
+    begins = np.zeros(n_kinds + 2, np.int64)
+    order_by_key(kind, numbers, begins, by_kind)
+    bounds[0] = begins[: n_kinds + 1]
     for i in range(n):
-        place[typed[i]] = i
-        found[6, i] = kind[typed[i]]
-    by_src, by_kind = np.empty_like(as_given), np.empty_like(as_given)
-    order_by_key(src, as_given, np.zeros(n_src + 2, np.int64), by_src)
-    order_by_key(kind, by_src, np.zeros(n_kinds + 2, np.int64), by_kind)
+        found[5, by_kind[i]] = i
+        of_kind[i] = kind[by_kind[i]]
+    order_by_key(src, numbers, np.zeros(n_src + 2, np.int64), by_src)
+    order_by_key(kind, by_src, np.zeros(n_kinds + 2, np.int64), by_both)
     for side in range(2):
-        rows, nodes, of_row = found[7 + 3 * side], found[8 + 3 * side], found[9 + 3 * side]
-        at = bounds[1 + side]
+        rows, nodes, kinds_of = found[7 + 5 * side], found[8 + 5 * side], found[9 + 5 * side]
+        at, by = bounds[1 + side], found[10 + 5 * side]
         at[:] = 0
-        # Edges are in the order of their destinations: by kind they are in that of both.
-        number_pairs(kind, dst if side else src, typed if side else by_kind, rows, nodes, at)
+        n_pairs = number_pairs(kind, dst if side else src, by, rows, nodes, at)
         for k in range(n_kinds):
             at[k + 1] += at[k]
-            of_row[at[k] : at[k + 1]] = k
+            kinds_of[at[k] : at[k + 1]] = k
+        begin = columns[11 + 5 * side]
+        for i in range(n - 1, -1, -1):
+            begin[rows[by[i]]] = i
+        begin[n_pairs] = n
     return True
 
 
