@@ -15,6 +15,10 @@ from .step_recorder import watch_end
 
 #: A hook that packs and takes so many times what most of its size do has waited for room as well.
 WAITED = 1.5
+#: Seconds that a hook of a tensor takes at most which is kept, or handed over as it is; what takes
+#: longer has waited for room as well. No multiple of what most of them take, for these take a
+#: microsecond where work is queued on a GPU, and where none is it waits for all that the host does.
+MOST_HOOK_S = 300e-6
 
 
 class MeasuredPass:
@@ -44,13 +48,17 @@ class MeasuredPass:
         self._within: list[tuple[Moment, Moment]] = []
         #: By number of such a hook, the codec and the bytes; what computes waits for it.
         self._packed: dict[int, tuple[str, int]] = {}
+        #: Numbers of the hooks of tensors that are kept, or leave as they are.
+        self._unpacked: list[int] = []
         #: When the forward pass was over, and how many hooks were.
         self._turn: tuple[Moment, int] | None = None
         self._begin = now(device)
 
     def saved(self, copy: StoredCopy, site: Site, flat: torch.Tensor, begin: Moment) -> None:
         """Count the bytes of a tensor that is moved, while they are here."""
-        if self._device.type == "cuda" and copy.codec is not None:
+        if copy.codec is None:
+            self._unpacked.append(len(self._hooks))
+        elif self._device.type == "cuda":
             self._packed[len(self._hooks)] = copy.codec.name, copy.nbytes
         self._hooks.append((begin, now(self._device)))
         root = copy.root()
@@ -61,6 +69,7 @@ class MeasuredPass:
         self, kept: NamedView, site: Site, t: torch.Tensor, flat: torch.Tensor, begin: Moment
     ) -> None:
         """Count the bytes of a tensor that is kept, and how long its hook waited for others."""
+        self._unpacked.append(len(self._hooks))
         self._hooks.append((begin, now(self._device)))
         self._bytes.hold(t.untyped_storage())
 
@@ -123,6 +132,7 @@ class MeasuredPass:
             compute_s=compute_s,
             forward_compute_s=forward_s,
             replay_s=replay_s,
+            hooks_s=None if self._turn is None else self._unpacked_s(self._turn[1]),
         )
 
     def _compute_s(self, end: Moment, hooks: int) -> float:
@@ -130,6 +140,12 @@ class MeasuredPass:
         hooks_s = [seconds_between(*each) for each in self._hooks[:hooks]]
         waited_s = sum(hooks_s) - self._packing_s(hooks_s)
         return max(0.0, seconds_between(self._begin, end) - waited_s)
+
+    def _unpacked_s(self, hooks: int) -> float:
+        """Return what those of as many hooks took that do not pack, but for waits for room."""
+        return sum(
+            min(seconds_between(*self._hooks[i]), MOST_HOOK_S) for i in self._unpacked if i < hooks
+        )
 
     def _packing_s(self, hooks_s: list[float]) -> float:
         """Return what hooks packed in, without those seconds in which they waited for room."""

@@ -173,6 +173,38 @@ def test_on_a_gpu_packing_that_is_waited_for_is_compute_and_waits_for_room_are_n
     assert step.replay_s == 0 and step.peak_bytes == 7
 
 
+def test_hooks_that_do_not_pack_are_measured_of_the_forward_pass_but_for_their_waits(
+    clock: _Clock,
+) -> None:
+    """On a GPU most of them take no time: those that do are no waits for that."""
+    measured = MeasuredPass(torch.device("cuda"))
+    hooks_s = [1e-6, 2e-4, 1e-6, 2.0, 3e-5]
+    for seconds in hooks_s:
+        clock.now += 1.0  # computes
+        clock.pack(measured, copy_of(100, packed=False), seconds, 0.0)
+        clock.pack(measured, copy_of(100), 0.5, 0.0)
+        begin = clock.now
+        clock.now += seconds / 2
+        measured.kept(SITE, SITE, torch.empty(4), torch.empty(4), begin)
+    measured.end_forward()
+    clock.pack(measured, copy_of(100, packed=False), 1e-4, 0.0)  # of the backward pass
+    clock.now += 10.0
+    measured._finish()
+    step = measured.step()
+    once_s, kept_s = 2e-4 + 2e-6 + 3e-5, (2e-4 + 2e-6 + 3e-5) / 2
+    assert step.hooks_s == pytest.approx(once_s + kept_s + 2 * 300e-6)
+    assert step.forward_compute_s == pytest.approx(5 * 1.5)
+    assert step.compute_s == pytest.approx(5 * 1.5 + 10.0)
+
+
+def test_a_pass_without_an_end_of_its_forward_pass_has_no_hooks_of_it(clock: _Clock) -> None:
+    measured = MeasuredPass(torch.device("cuda"))
+    clock.pack(measured, copy_of(100, packed=False), 1e-4, 0.0)
+    measured._finish()
+    step = measured.step()
+    assert step.hooks_s is None and step.forward_compute_s is None
+
+
 def test_replays_are_measured_and_are_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[MeasuredStep] = []
     made = ReplayedCopy._made

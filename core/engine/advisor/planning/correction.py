@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -21,10 +22,12 @@ PEAK_TOLERANCE = 0.03
 MOST_CORRECTIONS = 2
 #: Factors by which one comparison corrects times, at most.
 MOST_FACTOR = 8.0
-#: Share of the forward pass below which what packing adds to it is not seen.
-LEAST_ENCODING = 0.01
+#: Share of the forward pass below which what packing adds to it is not seen apart from hooks.
+LEAST_ENCODING = 0.05
 #: Share of a step below which replays are compute as any other.
 LEAST_REPLAYS = 0.01
+#: Share of the seconds that a step is off by, above which nothing measured says why.
+LEAST_UNEXPLAINED = 0.5
 
 Outcome = Literal["holds", "corrected", "withdrawn"]
 
@@ -48,6 +51,10 @@ class MeasuredStep:
         it, or took longer meanwhile.
     forward_compute_s, replay_s : float, optional
         Of these the ones of the forward pass, and of replays.
+    hooks_s : float, optional
+        Seconds of the forward pass in which the device waited for hooks of tensors that are kept or
+        leave as they are, without the seconds in which these waited for memory. They are not in
+        `compute_s`.
     """
 
     step_s: float
@@ -58,6 +65,7 @@ class MeasuredStep:
     compute_s: float | None = None
     forward_compute_s: float | None = None
     replay_s: float | None = None
+    hooks_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -70,7 +78,7 @@ class Correction:
         The plan goes on; the profile is corrected and planned again; everything is kept from now.
     reason : str
         A plain sentence with the figures.
-    compute, codecs, link, disk, encoding, replays : float
+    compute, codecs, link, disk, encoding, replays, forward : float
         Factors of the profile's times, as `StepProfile.scaled` takes them.
     more_bytes : int
         Bytes of the device that the profile did not know.
@@ -85,6 +93,7 @@ class Correction:
     more_bytes: int = 0
     encoding: float = 1.0
     replays: float = 1.0
+    forward: float = 1.0
 
     def corrected(self, profile: StepProfile) -> StepProfile:
         """Return the profile as the comparison has it."""
@@ -95,6 +104,7 @@ class Correction:
             disk=self.disk,
             encoding=self.encoding,
             replays=self.replays,
+            forward=self.forward,
         )
         return replace(scaled, unprofiled_bytes=scaled.unprofiled_bytes + self.more_bytes)
 
@@ -120,9 +130,10 @@ def compare(
     corrections : int
         How often the plan was corrected before.
     turn_s : float, optional
-        When the backward pass begins, of the profile that the plan was made from. With it packing
-        is corrected apart from compute: the backward pass, in which nothing is packed, shows how
-        long that takes, and the forward pass what packing adds to it.
+        When the backward pass begins, of the profile that the plan was made from. With it the
+        backward pass, in which nothing is packed, shows how long compute takes, and the forward
+        pass what is added to that: by packing, or where that takes less than `LEAST_ENCODING` of
+        it by hooks.
 
     Returns
     -------
@@ -177,45 +188,73 @@ def _factors(
     turn_s: float | None,
 ) -> dict[str, float]:
     """Return by what the profile's times are multiplied."""
-    encoding = replays = 1.0
+    factors = {"compute": compute, "forward": 1.0, "encoding": 1.0, "replays": 1.0}
     if measured.compute_s is not None:
-        took_s = measured.compute_s
-        compute_s = predicted.step_s - predicted.stall_s - predicted.codec_s
-        replay_s = measured.replay_s
-        if replay_s is not None and predicted.replay_s > LEAST_REPLAYS * compute_s:
-            # A GPU that waited before, as one that is profiled does, computes faster for a while:
-            # products of matrices most of all.
-            took_s, compute_s = took_s - replay_s, compute_s - predicted.replay_s
-        else:
-            replay_s = None
-        forward_s, encode_s = measured.forward_compute_s, predicted.encode_s
-        compute = _factor(took_s, compute_s + encode_s)
-        if turn_s is not None and forward_s is not None and encode_s > LEAST_ENCODING * turn_s:
-            compute = _factor(took_s - forward_s, compute_s - turn_s)
-            encoding = max(0.0, forward_s - turn_s * compute) / encode_s
-        if replay_s is not None:
-            replays = _factor(replay_s, predicted.replay_s) / compute
-    factors = {
-        "encoding": encoding,
-        "replays": replays,
-        "compute": compute,
+        factors |= _of_compute(predicted, measured, measured.compute_s, turn_s)
+    factors |= {
         "codecs": _factor(measured.codec_s, predicted.codec_s),
         "link": _factor(measured.up_s, predicted.up_s),
         "disk": _factor(measured.write_s, predicted.write_s),
     }
-    # What was faster than planned explains no slow step, nor do replays that take hardly any of it.
-    explaining = dict(factors)
-    if (replays * compute - 1) * predicted.replay_s <= STEP_TOLERANCE * predicted.step_s / 2:
-        del explaining["replays"]
-    if slow and all(factor - 1 <= STEP_TOLERANCE for factor in explaining.values()):
+    missing_s = measured.step_s - predicted.step_s
+    unexplained_s = missing_s - _explained_s(predicted, factors, turn_s)
+    if slow and unexplained_s > LEAST_UNEXPLAINED * abs(missing_s):
         # Nothing says what took longer: what is planned did, in proportion to its seconds.
         planned_s = predicted.codec_s + predicted.recompute_s + predicted.stall_s
-        missing_s = measured.step_s - predicted.step_s
         hidden_s = max(predicted.up_s, predicted.write_s)
-        factor = 1 + missing_s / max(planned_s, 0.5 * hidden_s, 1e-9)
-        for name in ("codecs", "link", "disk"):
-            factors[name] = factor
+        factor = 1 + unexplained_s / max(planned_s, 0.5 * hidden_s, 1e-9)
+        factors |= dict.fromkeys(("codecs", "link", "disk"), factor)
     return {name: min(max(f, 1 / MOST_FACTOR), MOST_FACTOR) for name, f in factors.items()}
+
+
+def _of_compute(
+    predicted: StepPrediction, measured: MeasuredStep, took_s: float, turn_s: float | None
+) -> dict[str, float]:
+    """Return the factors of what computes, from the seconds that it took."""
+    compute_s = predicted.step_s - predicted.stall_s - predicted.codec_s
+    replay_s = measured.replay_s
+    if replay_s is not None and predicted.replay_s > LEAST_REPLAYS * compute_s:
+        # A GPU that waited before, as one that is profiled does, computes faster for a while:
+        # products of matrices most of all.
+        took_s, compute_s = took_s - replay_s, compute_s - predicted.replay_s
+    else:
+        replay_s = None
+    forward_s, encode_s = measured.forward_compute_s, predicted.encode_s
+    forward = encoding = replays = 1.0
+    if turn_s is None or forward_s is None:
+        compute = _factor(took_s, compute_s + encode_s)
+    else:
+        compute = _factor(took_s - forward_s, compute_s - turn_s)
+        if encode_s > LEAST_ENCODING * turn_s:
+            encoding = max(0.0, forward_s - turn_s * compute) / encode_s
+        else:
+            # Where the queue of a GPU is empty, it waits for hooks. Of these seconds the predicted
+            # stalls are known already.
+            hooks_s = max(0.0, (measured.hooks_s or 0.0) - predicted.forward_stall_s)
+            forward = _factor(forward_s - encode_s + hooks_s, turn_s * compute)
+    if replay_s is not None:
+        replays = _factor(replay_s, predicted.replay_s) / compute
+    return {"compute": compute, "forward": forward, "encoding": encoding, "replays": replays}
+
+
+def _explained_s(
+    predicted: StepPrediction, factors: dict[str, float], turn_s: float | None
+) -> float:
+    """Return by how many seconds a step is longer by its factors; less than 0 where shorter."""
+    compute, codecs = factors["compute"], factors["codecs"]
+    replay_s, encode_s = predicted.replay_s, predicted.encode_s
+    compute_s = predicted.step_s - predicted.stall_s - predicted.codec_s - replay_s
+    return math.fsum(
+        (
+            (compute - 1) * compute_s,
+            (factors["forward"] - 1) * compute * (turn_s or 0.0),
+            (factors["replays"] * compute - 1) * replay_s,
+            (codecs * factors["encoding"] - 1) * encode_s,
+            (codecs - 1) * (predicted.codec_s - encode_s),
+            (factors["link"] - 1) * predicted.up_s,
+            (factors["disk"] - 1) * predicted.write_s,
+        )
+    )
 
 
 def _factor(measured_s: float | None, predicted_s: float) -> float:

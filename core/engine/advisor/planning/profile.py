@@ -8,7 +8,7 @@ begins.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -321,6 +321,7 @@ class StepProfile:
         disk: float = 1.0,
         encoding: float = 1.0,
         replays: float = 1.0,
+        forward: float = 1.0,
     ) -> StepProfile:
         """Return the profile with times that many times as long.
 
@@ -331,24 +332,34 @@ class StepProfile:
             writing and reading an SSD.
         encoding, replays : float
             A further factor of encoding alone, and of replays in addition to `compute`.
+        forward : float
+            A further factor of the forward pass, up to `turn_s`, in addition to `compute`. What
+            replays and checkpointed modules compute again is in the backward pass.
         """
         for name, factor in (
             ("compute", compute), ("codecs", codecs), ("link", link), ("disk", disk),
-            ("encoding", encoding), ("replays", replays),
+            ("encoding", encoding), ("replays", replays), ("forward", forward),
         ):  # fmt: skip
             if not (math.isfinite(factor) and factor > 0):
                 raise ArgumentError(f"{name}: {factor}, accepted are finite numbers above 0")
+
+        def moved(at: float) -> float:
+            """Return when it is what was at a moment; what was in order remains so."""
+            if at <= self.turn_s or forward == 1.0:
+                return at * compute * forward
+            return self.turn_s * compute * forward + (at - self.turn_s) * compute
+
         return replace(
             self,
             sites=tuple(
-                _scaled_site(each, compute, compute * replays, codecs * encoding, codecs)
+                _scaled_site(each, moved, compute * replays, codecs * encoding, codecs)
                 for each in self.sites
             ),
-            modules=tuple(_scaled_module(each, compute) for each in self.modules),
-            turn_s=self.turn_s * compute,
-            end_s=self.end_s * compute,
+            modules=tuple(_scaled_module(each, moved, compute) for each in self.modules),
+            turn_s=moved(self.turn_s),
+            end_s=moved(self.end_s),
             rest_s=self.rest_s * compute,
-            other_bytes=tuple((at * compute, n) for at, n in self.other_bytes),
+            other_bytes=tuple((moved(at), n) for at, n in self.other_bytes),
             link=None if self.link is None else _scaled_link(self.link, link),
             disk=None if self.disk is None else _scaled_disk(self.disk, disk),
         )
@@ -403,7 +414,11 @@ def _read_site(found: Mapping[str, Any]) -> SiteProfile:
 
 
 def _scaled_site(
-    site: SiteProfile, compute: float, replays: float, encoding: float, decoding: float
+    site: SiteProfile,
+    moved: Callable[[float], float],
+    replays: float,
+    encoding: float,
+    decoding: float,
 ) -> SiteProfile:
     packings = {
         name: replace(each, encode_s=each.encode_s * encoding, decode_s=each.decode_s * decoding)
@@ -411,21 +426,23 @@ def _scaled_site(
     }
     return replace(
         site,
-        saved_s=site.saved_s * compute,
-        released_s=site.released_s * compute,
-        read_s=site.read_s * compute,
-        freed_s=site.freed_s * compute,
+        saved_s=moved(site.saved_s),
+        released_s=moved(site.released_s),
+        read_s=moved(site.read_s),
+        freed_s=moved(site.freed_s),
         replay_s=None if site.replay_s is None else site.replay_s * replays,
         packings=packings,
     )
 
 
-def _scaled_module(module: ModuleProfile, compute: float) -> ModuleProfile:
+def _scaled_module(
+    module: ModuleProfile, moved: Callable[[float], float], compute: float
+) -> ModuleProfile:
     return replace(
         module,
-        begin_s=module.begin_s * compute,
-        backward_begin_s=module.backward_begin_s * compute,
-        backward_end_s=module.backward_end_s * compute,
+        begin_s=moved(module.begin_s),
+        backward_begin_s=moved(module.backward_begin_s),
+        backward_end_s=moved(module.backward_end_s),
         checkpoint_s=module.checkpoint_s * compute,
     )
 

@@ -318,16 +318,22 @@ def test_one_comparison_changes_packing_by_a_bounded_factor(encoding: float) -> 
 
 
 def test_packing_that_is_too_short_to_be_seen_is_not_corrected() -> None:
-    """What else differs between both passes is not taken for packing."""
+    """What else differs between both passes is the forward pass's own."""
     plan = make_plan(PACKED, memory_bytes=PACKED_LIMIT)
     p = plan.prediction
-    tiny = replace(plan, prediction=replace(p, encode_s=0.009 * PACKED.turn_s))
-    compute_s = p.step_s - p.stall_s - p.codec_s
+    encode_s = 0.045 * PACKED.turn_s
+    tiny = replace(plan, prediction=replace(p, encode_s=encode_s))
+    backward_s = p.step_s - p.stall_s - p.codec_s - PACKED.turn_s
+    forward_s = 2 * PACKED.turn_s + encode_s
     step = MeasuredStep(
-        p.step_s * 1.2, p.peak_bytes, compute_s=1.1 * compute_s, forward_compute_s=2 * PACKED.turn_s
+        p.step_s * 1.2,
+        p.peak_bytes,
+        compute_s=1.1 * backward_s + forward_s,
+        forward_compute_s=forward_s,
     )
     found = compare(tiny, [step, step], turn_s=PACKED.turn_s)
     assert [found.compute, found.encoding] == pytest.approx([1.1, 1.0], rel=0.01)
+    assert found.compute * found.forward == pytest.approx(2)
 
 
 def test_replays_are_corrected_apart_from_other_compute() -> None:
