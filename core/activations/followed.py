@@ -30,7 +30,8 @@ class FollowedPlans:
 
     def add(self, followed: Followed) -> None:
         """Add a plan, in the place of what its steps took before."""
-        self._plans = [each for each in self._plans if each.plan is not followed.plan] + [followed]
+        others = [each for each in self._plans if each.pass_plan is not followed.pass_plan]
+        self._plans = [*others, followed]
 
     def clear(self) -> None:
         """Forget them: another profile is planned."""

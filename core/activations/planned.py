@@ -470,6 +470,9 @@ class PlannedPolicy:
             corrections=self._corrections,
             turn_s=self.profile.turn_s,
         )
+        if found.off:
+            self.profile = found.corrected(self.profile)
+            self.plan = predicted_again(self.plan, self.profile)
         assert self._pass_plan is not None
         step_s = min(step.step_s for step in self._steps)
         peak_bytes = max(step.peak_bytes for step in self._steps)

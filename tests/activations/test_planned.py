@@ -504,6 +504,31 @@ def test_the_best_plan_that_was_followed_goes_on(
     assert offload.plan is followed[0]
 
 
+def test_a_plan_that_is_faster_than_predicted_goes_on_and_is_predicted_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps take half of what the first comparison expects, and all that are compared later."""
+    plain, compared, took = planned_module.compare, [], []
+
+    def compare(plan: Plan, found: list[MeasuredStep], **options: Any) -> Correction:
+        if not compared:
+            took.append(plan.prediction.step_s / 2)
+        p = plan.prediction
+        compute_s = took[0] * (1 - (p.stall_s + p.codec_s - p.encode_s) / p.step_s)
+        step = MeasuredStep(took[0], LIMIT, compute_s=compute_s)
+        compared.append((plan, plain(plan, [step, step], **options)))
+        return compared[-1][1]
+
+    monkeypatch.setattr(planned_module, "compare", compare)
+    offload = check(blocks, n=20, memory=LIMIT, profile_every=4)
+    (first, said), (second, _), *_ = compared
+    assert said.outcome == "holds" and said.off
+    assert second.choices() == first.choices()
+    off = [abs(plan.prediction.step_s - took[0]) for plan in (first, second)]
+    assert off[1] < off[0]
+    assert offload.plan.choices() == first.choices()
+
+
 @pytest.mark.parametrize("fastest", ["moves", "moves less"])
 def test_behind_corrections_a_plan_that_moves_little_is_tried(
     monkeypatch: pytest.MonkeyPatch, fastest: str

@@ -82,6 +82,9 @@ class Correction:
         Factors of the profile's times, as `StepProfile.scaled` takes them.
     more_bytes : int
         Bytes of the device that the profile did not know.
+    off : bool
+        Whether the plan goes on although its step takes another time than predicted: what the
+        corrected profile predicts of it is nearer.
     """
 
     outcome: Outcome
@@ -94,6 +97,7 @@ class Correction:
     encoding: float = 1.0
     replays: float = 1.0
     forward: float = 1.0
+    off: bool = False
 
     def corrected(self, profile: StepProfile) -> StepProfile:
         """Return the profile as the comparison has it."""
@@ -165,14 +169,18 @@ def compare(
         high = True
     if plan.serial:  # no plan takes less, whatever it costs
         return Correction("holds", f"Left as the plan of least memory: {figures}.")
+    off = abs(fastest.step_s / predicted.step_s - 1) > STEP_TOLERANCE
+    plain = plain_s / max(plan.plain.step_s, 1e-12)
+    factors = _factors(predicted, fastest, slow, plain, turn_s)
     if plan.declined or not (slow or high):
-        return Correction("holds", f"The plan holds: {figures}.")
+        if plan.declined or not off:
+            return Correction("holds", f"The plan holds: {figures}.")
+        return Correction("holds", f"The plan holds: {figures}.", off=True, **factors)
     if may_keep and (corrections >= MOST_CORRECTIONS or peak >= plan.plain.peak_bytes):
         return Correction("withdrawn", f"Withdrawn, everything is kept: {figures}.")
     if not may_keep and corrections >= MOST_CORRECTIONS:
-        return Correction("holds", f"Left as it is, for it cannot be kept: {figures}.")
-    plain = plain_s / max(plan.plain.step_s, 1e-12)
-    factors = _factors(predicted, fastest, slow, plain, turn_s)
+        said = f"Left as it is, for it cannot be kept: {figures}."
+        return Correction("holds", said, off=off, **factors)
     more = max(0, round(peak - predicted.peak_bytes)) if high else 0
     said = f"Corrected: {figures}"
     if may_keep and fastest.step_s > allowed_s:

@@ -122,6 +122,31 @@ def test_a_machine_with_a_slow_forward_pass_is_predicted_after_one_correction(
     assert again.step_s == pytest.approx(took.step_s, rel=0.01)
 
 
+@settings(max_examples=15, phases=[Phase.explicit, Phase.generate])
+@given(SEEDS, st.floats(0.3, 0.8), st.sampled_from(["faster", "slower, and corrected before"]))
+def test_a_plan_that_goes_on_is_predicted_as_it_was_measured(
+    seed: int, share: float, case: str
+) -> None:
+    profile = drawn_profile(seed, 10)
+    timeline = Timeline(profile)
+    most = timeline.predict(timeline.keep_all()).peak_bytes
+    least = Solver(timeline).least().prediction.peak_bytes
+    plan = make_plan(profile, memory_bytes=int(least + share * (most - least)))
+    factor = 0.5 if case == "faster" else 1.5
+    true = profile.scaled(compute=factor, codecs=factor, link=factor, disk=factor)
+    took = predicted_again(plan, true).prediction
+    step = replace(
+        ran(took, true.turn_s), up_s=took.up_s, write_s=took.write_s, codec_s=took.codec_s
+    )
+    found = compare(plan, [step, step], turn_s=profile.turn_s, corrections=2)
+    assert found.outcome == "holds"
+    assert found.off == (not plan.declined and not plan.serial)
+    if found.off:
+        again = predicted_again(plan, found.corrected(profile))
+        assert again.prediction.step_s == pytest.approx(took.step_s, rel=0.05)
+        assert again.choices() == plan.choices()
+
+
 #: Steps on an H200 at hidden 2,048 x 8 layers, batch 8: a prediction, `turn_s`, what was measured.
 H200 = {
     "gpt2, nothing packed": (
