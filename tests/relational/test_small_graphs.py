@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import itertools
 import pickle
 import threading
 import weakref
@@ -91,6 +92,36 @@ def test_graphs_in_turn_give_what_they_give_alone(
         expected = outputs_of(PROGRAMS["rgat"].compile(), made, inputs)
         for a, b in zip(outputs_of(shared, made, inputs), expected, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@given(
+    st.lists(st.tuples(*[st.integers(0, 6)] * 2, st.integers(0, 4)), min_size=1, max_size=40),
+    st.integers(7, 9),
+)
+def test_a_survey_finds_what_is_found_step_by_step(
+    edges: list[tuple[int, int, int]], n_dst: int
+) -> None:
+    *ends, types = torch.tensor(edges).t()
+    index = torch.stack(ends)
+    surveyed = RelationalGraph(index, types, (7, n_dst), 5)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(graph, "HOST_ROWS", 0)
+        large = RelationalGraph(index, types, (7, n_dst), 5)
+    for name in ("order", "starts"):
+        assert torch.equal(getattr(surveyed, name), getattr(large, name))
+    spaces = ("src", "dst", "edge", "relation", "typed_edge", "pair_src", "pair_dst")
+    for space in spaces:
+        found, expected = surveyed.rows(space), large.rows(space)
+        assert (found.n, found.bounds) == (expected.n, expected.bounds)
+        for name in ("of_edge", "node", "relation"):
+            a, b = getattr(found, name), getattr(expected, name)
+            assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
+    for to, source in itertools.permutations(spaces, 2):
+        found, expected = (each.hop(f"{to}<{source}") for each in (surveyed, large))
+        pairs = [(found.entries(), expected.entries())]
+        pairs += [(found.by_row(t), expected.by_row(t)) for t in (False, True)]
+        for these, those in pairs:
+            assert all(map(torch.equal, these, those))
 
 
 def test_steps_are_chosen_once_for_small_graphs_of_like_sizes(

@@ -22,6 +22,10 @@ from tests.helpers import options_id
 NODES, EDGES, TYPES, NODE_TYPES, WIDTH = 40, 300, 5, 3, 64
 
 
+#: What finds the order and the pairs of a small graph.
+SURVEY = "bitslab.engine.kernels.cpu.segment_sums.survey_edges"
+
+
 def drawn(n_types=TYPES):
     draw = torch.Generator().manual_seed(0)
     ends = torch.randint(NODES, (2, EDGES), generator=draw)
@@ -186,6 +190,6 @@ def test_errors_of_packed_rows_name_what_is_wrong(monkeypatch):
     def without_memory(*args):
         raise MemoryError("Unable to allocate 8 GiB")
 
-    monkeypatch.setattr("bitslab.relational.graph.sort", without_memory)
+    monkeypatch.setattr(SURVEY, without_memory)
     with pytest.raises(PlanMemoryError, match="no memory for the plan"):
         layer(graph, table, types.flip(0))

@@ -29,6 +29,9 @@ from tests.integrations.pyg.relational_layers import (
     tensors_of,
 )
 
+#: What finds the order and the pairs of a small graph.
+SURVEY = "bitslab.engine.kernels.cpu.segment_sums.survey_edges"
+
 
 def cached(table):
     cache = bitslab.SlabCache(table, 4000, devices=["cpu"])
@@ -166,7 +169,7 @@ def test_packed_rows_of_hgt_without_memory_for_a_plan_raise_that(monkeypatch):
     ours = pyg.HGTConv({t: v.shape[1] for t, v in x.items()}, 8, METADATA)
     packed = {t: CompressedTable.from_tensor(v) for t, v in x.items()}
     with monkeypatch.context() as patched:
-        patched.setattr("bitslab.relational.graph.sort", without_memory)
+        patched.setattr(SURVEY, without_memory)
         with pytest.raises(PlanMemoryError, match="no memory for the plan"):
             ours(packed, edges)
     assert ours(packed, edges)["paper"].shape == (30, 8)
@@ -261,6 +264,6 @@ def without_memory(*args):
 def test_packed_rows_without_memory_for_a_plan_raise_that(monkeypatch):
     ours = pyg.RGCNConv(8, 8, TYPES)
     table = CompressedTable.from_tensor(torch.randn(NODES, 8).round())
-    monkeypatch.setattr("bitslab.relational.graph.sort", without_memory)
+    monkeypatch.setattr(SURVEY, without_memory)
     with pytest.raises(PlanMemoryError, match="no memory for the plan"):
         ours(table, *graph())
