@@ -160,12 +160,14 @@ class Prepared:
         for place, at in last.items():
             if place not in results:
                 frees[at].append(place)
-        self._made = [(*each, tuple(f)) for each, f in zip(made, frees, strict=True)]
+        self._made = [
+            (bind, (reads, to, tuple(f))) for (bind, reads, to), f in zip(made, frees, strict=True)
+        ]
         self._places, self._results = n_places, results
 
     def on(self, machine: Machine) -> Calls:
         """Return the calls on a machine's graph."""
-        calls = [Call(bind(machine), *places) for bind, *places in self._made]
+        calls = [Call(bind(machine), *places) for bind, places in self._made]
         return Calls(calls, self._places, self._results)
 
 

@@ -96,9 +96,14 @@ class KernelSteps:
     def _hop_sum(self, step: Step) -> Bind:
         name, transposed = step.attrs
         heads = step.args[1].width if len(step.args) > 1 else 1
-        shape = (heads, step.width // heads, self._wide, step.shape)
+        width = step.width // heads
         prepare = self.kernels.segments.prepare_sum
-        return lambda graph: prepare(*graph.hop(name).by_row(transposed), *shape)
+
+        def bind(graph: RelationalGraph) -> Run:
+            entries = graph.hop(name).by_row(transposed)
+            return prepare(*entries, heads, width, self._wide, step.shape)
+
+        return bind
 
     def _type_sum(self, step: Step, graph: RelationalGraph) -> Run:
         runs = [
@@ -111,24 +116,28 @@ class KernelSteps:
 
     def _hop_dot(self, step: Step) -> Bind:
         (name,) = step.attrs
-        shape = (step.width, step.args[0].width // step.width, self._wide, step.shape)
+        heads, width = step.width, step.args[0].width // step.width
         prepare = self.kernels.segments.prepare_dots
 
         def bind(graph: RelationalGraph) -> Run:
             hop = graph.hop(name)
-            return prepare(*hop.entries(), hop.n_edges, *shape, hop.has_all_edges)
+            entries = (*hop.entries(), hop.n_edges)
+            return prepare(*entries, heads, width, self._wide, step.shape, hop.has_all_edges)
 
         return bind
 
     def _softmax(self, step: Step, terms: tuple[Step, ...], gradient: bool) -> Bind:
         spaces = [term.space for term in terms]
+        multiplied, slope = step.attrs
         prepare = self.kernels.segments.prepare_softmax
 
         def bind(graph: RelationalGraph) -> Run:
             x_rows, y_rows = [*map(graph.rows_of_edges, spaces), None, None][:2]
-            shape = (graph.num_edges, step.width, self._wide)
-            both = prepare(graph.starts, *shape, x_rows, y_rows, *step.attrs, step.shape)
-            return both[gradient]
+            run, run_gradient = prepare(
+                graph.starts, graph.num_edges, step.width, self._wide, x_rows, y_rows,
+                multiplied, slope, step.shape,
+            )  # fmt: skip
+            return run_gradient if gradient else run
 
         return bind
 

@@ -508,7 +508,9 @@ def test_a_plan_that_is_faster_than_predicted_goes_on_and_is_predicted_anew(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Steps take half of what the first comparison expects, and all that are compared later."""
-    plain, compared, took = planned_module.compare, [], []
+    plain: Any = vars(planned_module)["compare"]
+    compared: list[tuple[Plan, Correction]] = []
+    took: list[float] = []
 
     def compare(plan: Plan, found: list[MeasuredStep], **options: Any) -> Correction:
         if not compared:

@@ -117,9 +117,9 @@ def test_a_survey_finds_what_is_found_step_by_step(
             a, b = getattr(found, name), getattr(expected, name)
             assert (a is None) == (b is None) and (a is None or torch.equal(a, b))
     for to, source in itertools.permutations(spaces, 2):
-        found, expected = (each.hop(f"{to}<{source}") for each in (surveyed, large))
-        pairs = [(found.entries(), expected.entries())]
-        pairs += [(found.by_row(t), expected.by_row(t)) for t in (False, True)]
+        hop, other = (each.hop(f"{to}<{source}") for each in (surveyed, large))
+        pairs = [(hop.entries(), other.entries())]
+        pairs += [(hop.by_row(t), other.by_row(t)) for t in (False, True)]
         for these, those in pairs:
             assert all(map(torch.equal, these, those))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from ....errors import ArgumentError
 from .plan import Plan
@@ -171,7 +171,7 @@ def compare(
         return Correction("holds", f"Left as the plan of least memory: {figures}.")
     off = abs(fastest.step_s / predicted.step_s - 1) > STEP_TOLERANCE
     plain = plain_s / max(plan.plain.step_s, 1e-12)
-    factors = _factors(predicted, fastest, slow, plain, turn_s)
+    factors: dict[str, Any] = _factors(predicted, fastest, slow, plain, turn_s)
     if plan.declined or not (slow or high):
         if plan.declined or not off:
             return Correction("holds", f"The plan holds: {figures}.")
