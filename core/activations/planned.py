@@ -121,7 +121,7 @@ class PlannedPolicy:
         self._measuring: list[tuple[MeasuredPass, int]] = []
         self._steps: list[MeasuredStep] = []
         self._compared: Correction | None = None
-        self._corrections = 0
+        self._corrections, self._promised_s = 0, 0.0
         self._plain = PlainPasses(may_keep=memory is None)
         #: Since the profile was made.
         self._followed = FollowedPlans()
@@ -376,6 +376,7 @@ class PlannedPolicy:
 
     def _follow(self, plan: Plan, passes: PassPlan, profile: StepProfile) -> None:
         self.plan, self._pass_plan, self.profile = plan, passes, profile
+        self._promised_s = plan.prediction.step_s
         self._planned_on = self._device()
         share = 0.0
         if self._memory is not None:
@@ -469,10 +470,10 @@ class PlannedPolicy:
             plain_step_s=self._plain.step_s,
             corrections=self._corrections,
             turn_s=self.profile.turn_s,
+            promised_s=self._promised_s,
         )
         if found.off:
-            self.profile = found.corrected(self.profile)
-            self.plan = predicted_again(self.plan, self.profile)
+            self.plan, self.profile = found.predicted(self.plan), found.corrected(self.profile)
         assert self._pass_plan is not None
         step_s = min(step.step_s for step in self._steps)
         peak_bytes = max(step.peak_bytes for step in self._steps)

@@ -79,6 +79,11 @@ class Uploads:
         """Return tables of the CPU on the device."""
         if self.device.type == "cpu":
             return list(tables)
+        if self.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise ArgumentError(
+                "tables are uploaded inside the capture of a CUDA graph, which would copy them at "
+                "each replay; accepted are calls that have run once before it"
+            )
         with self:
             return [self._placed(table) for table in tables]
 
@@ -129,11 +134,6 @@ class _Chunk:
         """Copy what has been placed since the last time."""
         if self._host is None:
             return
-        if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise ArgumentError(
-                "tables are uploaded inside the capture of a CUDA graph, which would copy them at "
-                "each replay; accepted are calls that have run once before it"
-            )
         there = self._there.data[self._begin : self._used]
         # torch keeps page-locked memory from reuse until the copy is through.
         there.copy_(self._host[: len(there)], non_blocking=True)

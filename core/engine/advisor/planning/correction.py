@@ -83,8 +83,8 @@ class Correction:
     more_bytes : int
         Bytes of the device that the profile did not know.
     off : bool
-        Whether the plan goes on although its step takes another time than predicted: what the
-        corrected profile predicts of it is nearer.
+        Whether the plan goes on although its step takes another time than predicted. All times have
+        the same factor then, so that later plans are chosen as before.
     """
 
     outcome: Outcome
@@ -98,6 +98,10 @@ class Correction:
     replays: float = 1.0
     forward: float = 1.0
     off: bool = False
+
+    def predicted(self, plan: Plan) -> Plan:
+        """Return a plan that goes on with the seconds that are predicted of it since."""
+        return replace(plan, prediction=plan.prediction.scaled(self.compute))
 
     def corrected(self, profile: StepProfile) -> StepProfile:
         """Return the profile as the comparison has it."""
@@ -120,6 +124,7 @@ def compare(
     plain_step_s: float | None = None,
     corrections: int = 0,
     turn_s: float | None = None,
+    promised_s: float | None = None,
 ) -> Correction:
     """Compare a plan's prediction with steps that followed it.
 
@@ -138,6 +143,9 @@ def compare(
         backward pass, in which nothing is packed, shows how long compute takes, and the forward
         pass what is added to that: by packing, or where that takes less than `LEAST_ENCODING` of
         it by hooks.
+    promised_s : float, optional
+        Seconds that were predicted when the plan was chosen. What it was predicted to take since
+        makes no step slow that keeps this.
 
     Returns
     -------
@@ -161,7 +169,8 @@ def compare(
     )
     may_keep = plan.memory_bytes is None or plan.plain.peak_bytes <= plan.memory_bytes
     allowed_s = plain_s * (1 + plan.slowdown)
-    slow = fastest.step_s > predicted.step_s * (1 + STEP_TOLERANCE)
+    expected_s = max(predicted.step_s, promised_s or 0.0)
+    slow = fastest.step_s > expected_s * (1 + STEP_TOLERANCE)
     if may_keep and plain_step_s is not None:  # as predicted, but no better than keeping all
         slow |= fastest.step_s > allowed_s * (1 + STEP_TOLERANCE)
     high = peak > predicted.peak_bytes * (1 + PEAK_TOLERANCE)
@@ -169,23 +178,28 @@ def compare(
         high = True
     if plan.serial:  # no plan takes less, whatever it costs
         return Correction("holds", f"Left as the plan of least memory: {figures}.")
-    off = abs(fastest.step_s / predicted.step_s - 1) > STEP_TOLERANCE
-    plain = plain_s / max(plan.plain.step_s, 1e-12)
-    factors: dict[str, Any] = _factors(predicted, fastest, slow, plain, turn_s)
     if plan.declined or not (slow or high):
-        if plan.declined or not off:
-            return Correction("holds", f"The plan holds: {figures}.")
-        return Correction("holds", f"The plan holds: {figures}.", off=True, **factors)
+        return _going_on(f"The plan holds: {figures}.", plan, fastest)
     if may_keep and (corrections >= MOST_CORRECTIONS or peak >= plan.plain.peak_bytes):
         return Correction("withdrawn", f"Withdrawn, everything is kept: {figures}.")
     if not may_keep and corrections >= MOST_CORRECTIONS:
-        said = f"Left as it is, for it cannot be kept: {figures}."
-        return Correction("holds", said, off=off, **factors)
+        return _going_on(f"Left as it is, for it cannot be kept: {figures}.", plan, fastest)
+    plain = plain_s / max(plan.plain.step_s, 1e-12)
+    factors: dict[str, Any] = _factors(predicted, fastest, slow, plain, turn_s)
     more = max(0, round(peak - predicted.peak_bytes)) if high else 0
     said = f"Corrected: {figures}"
     if may_keep and fastest.step_s > allowed_s:
         said += f"; {allowed_s * 1e3:.4g} ms are allowed"
     return Correction("corrected", f"{said}.", more_bytes=more, **factors)
+
+
+def _going_on(reason: str, plan: Plan, measured: MeasuredStep) -> Correction:
+    """Return that a plan goes on, and by how much its prediction is off."""
+    factor = _factor(measured.step_s, plan.prediction.step_s)
+    if plan.declined or abs(factor - 1) <= STEP_TOLERANCE:
+        return Correction("holds", reason)
+    times: dict[str, Any] = dict.fromkeys(("compute", "codecs", "link", "disk"), factor)
+    return Correction("holds", reason, off=True, **times)
 
 
 def _factors(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,13 @@ class StepPrediction:
     def stall_s(self) -> float:
         """Seconds in which the device waits."""
         return self.forward_stall_s + self.backward_stall_s
+
+    def scaled(self, factor: float) -> StepPrediction:
+        """Return the prediction with seconds that many times as long."""
+        seconds = {
+            f.name: getattr(self, f.name) * factor for f in fields(self) if f.name[-2:] == "_s"
+        }
+        return replace(self, **seconds)
 
     def summary(self) -> str:
         """Return what it predicts beside compute, in words."""
