@@ -70,6 +70,11 @@ def number_pairs(
     return torch.from_numpy(rows), torch.from_numpy(nodes_out[:n].copy()), counts.cumsum().tolist()
 
 
+#: Columns of a survey: of the edges in order, sources, destinations, kinds, numbers, places by kind
+#: and the kind there; of pairs that of each edge, nodes, kinds, edges pair by pair, and starts.
+EDGE_COLUMNS, PAIR_COLUMNS = 7, 5
+
+
 class Pairs(NamedTuple):
     """The distinct pairs of a node and a kind among edges, by kind, then node; all int64.
 
@@ -146,29 +151,33 @@ def survey_edges(
     sizes : tuple of int
         Sources, destinations, and kinds.
     """
-    n, n_columns = len(kinds), 17
+    n = len(kinds)
     width = n + 2 + n % 2  # columns begin at 16 bytes, as kernels may read them
-    flat = np.empty(n_columns * width + sizes[1] + 2, np.int64)
-    columns, starts = flat[: n_columns * width].reshape(n_columns, width), flat[n_columns * width :]
+    of_edges, of_pairs = EDGE_COLUMNS * width, 2 * PAIR_COLUMNS * width
+    flat = np.empty(of_edges + of_pairs + sizes[1] + 2, np.int64)
+    edges = flat[:of_edges].reshape(EDGE_COLUMNS, width)
+    pairs = flat[of_edges : of_edges + of_pairs].reshape(2, PAIR_COLUMNS, width)
+    starts = flat[of_edges + of_pairs :]
     starts[:] = 0
     bounds, limits = np.zeros((3, sizes[2] + 1), np.int64), np.zeros(6, np.int64)
-    arrays = (ends.numpy(), kinds.numpy(), np.array(sizes, np.int64), columns, starts, bounds)
+    arrays = (ends.numpy(), kinds.numpy(), np.array(sizes, np.int64), edges, pairs, starts, bounds)
     call(summing().survey_edges, *arrays, limits)
-    block = torch.from_numpy(flat)
-    order, src, dst, kind, numbers, place, kind_of, *more = (
-        block[: n_columns * width].view(n_columns, width)[:, :n].unbind()
+    block, (by_kind, *of_sides) = torch.from_numpy(flat), bounds.tolist()
+    sides = block[of_edges : of_edges + of_pairs].view(2, PAIR_COLUMNS, width)
+    found = [_pairs(side, n, at) for side, at in zip(sides, of_sides, strict=True)]
+    order, src, dst, kind, numbers, place, kind_of = (
+        block[:of_edges].view(EDGE_COLUMNS, width)[:, :n].unbind()
     )
-    at = bounds.tolist()
-    pairs = []
-    for side, (of_edge, node, of_pair, by, _) in enumerate((more[:5], more[5:])):
-        count, first = at[1 + side][-1], (11 + 5 * side) * width
-        begins = block.narrow(0, first, count + 1)
-        given = (of_edge, node.narrow(0, 0, count), of_pair.narrow(0, 0, count), by, begins)
-        pairs.append(Pairs(*given, at[1 + side]))
     return EdgeSurvey(
-        limits.tolist(), block, order, block.narrow(0, n_columns * width, sizes[1] + 1),
-        src, dst, kind, numbers, place, more[8], kind_of, at[0], (pairs[0], pairs[1]),
+        limits.tolist(), block, order, block[of_edges + of_pairs : -1], src, dst, kind, numbers,
+        place, found[1].order, kind_of, by_kind, (found[0], found[1]),
     )  # fmt: skip
+
+
+def _pairs(columns: torch.Tensor, n: int, bounds: list[int]) -> Pairs:
+    of_edge, node, kind, order, starts = columns.unbind()
+    count = bounds[-1]
+    return Pairs(of_edge[:n], node[:count], kind[:count], order[:n], starts[: count + 1], bounds)
 
 
 #: Bytes of rows that are added in the time in which others pack one: waking a thread takes as long

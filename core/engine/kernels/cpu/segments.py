@@ -51,7 +51,7 @@ def number_pairs(kinds, nodes, order, rows, node_of_row, bounds):
 
 
 @njit(nogil=True, cache=True)
-def survey_edges(ends, kinds, sizes, columns, starts, bounds, limits):
+def survey_edges(ends, kinds, sizes, edges, pairs, starts, bounds, limits):
     """Put edges in order, and find their pairs of nodes and kinds, for `segment_sums.survey_edges`.
 
     Writes lowest and highest of each column to ``limits`` and, unless one is out of range, all
@@ -66,32 +66,32 @@ def survey_edges(ends, kinds, sizes, columns, starts, bounds, limits):
         limits[2 * c], limits[2 * c + 1] = low, high
         if low < 0 or high >= sizes[c]:
             return False
-    found = columns[:, :n]
-    order, src, dst, kind, numbers = found[0], found[1], found[2], found[3], found[4]
+    order, src, dst, kind = edges[0, :n], edges[1, :n], edges[2, :n], edges[3, :n]
+    numbers, place, of_kind = edges[4, :n], edges[5, :n], edges[6, :n]
     numbers[:] = np.arange(n)
     order_by_key(ends[1], numbers, starts, order)
     for i in range(n):
         edge = order[i]
         src[i], dst[i], kind[i] = ends[0, edge], ends[1, edge], kinds[edge]
     # Edges are in the order of their destinations: by kind they are in that of both.
-    by_src, by_both, by_kind, of_kind = (np.empty_like(numbers), found[10], found[15], found[6])
+    by_src, by_both, by_kind = np.empty_like(numbers), pairs[0, 3, :n], pairs[1, 3, :n]
     begins = np.zeros(n_kinds + 2, np.int64)
     order_by_key(kind, numbers, begins, by_kind)
     bounds[0] = begins[: n_kinds + 1]
     for i in range(n):
-        found[5, by_kind[i]] = i
+        place[by_kind[i]] = i
         of_kind[i] = kind[by_kind[i]]
     order_by_key(src, numbers, np.zeros(n_src + 2, np.int64), by_src)
     order_by_key(kind, by_src, np.zeros(n_kinds + 2, np.int64), by_both)
     for side in range(2):
-        rows, nodes, kinds_of = found[7 + 5 * side], found[8 + 5 * side], found[9 + 5 * side]
-        at, by = bounds[1 + side], found[10 + 5 * side]
+        rows, nodes, kinds_of = pairs[side, 0, :n], pairs[side, 1, :n], pairs[side, 2, :n]
+        by, begin = pairs[side, 3, :n], pairs[side, 4]
+        at = bounds[1 + side]
         at[:] = 0
         n_pairs = number_pairs(kind, dst if side else src, by, rows, nodes, at)
         for k in range(n_kinds):
             at[k + 1] += at[k]
             kinds_of[at[k] : at[k + 1]] = k
-        begin = columns[11 + 5 * side]
         for i in range(n - 1, -1, -1):
             begin[rows[by[i]]] = i
         begin[n_pairs] = n
