@@ -1,0 +1,107 @@
+"""Plans that are compared with steps that followed them: corrected, withdrawn, predicted anew."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bitslab.activations import planned as planned_module
+from bitslab.activations.measured_pass import MeasuredPass
+from bitslab.engine.advisor.planning import Correction, MeasuredStep, Plan
+from tests.activations.test_planned import LIMIT, blocks, check, choices_of
+
+pytestmark = pytest.mark.usefixtures("one_thread", "quick_measuring")
+
+
+def test_a_slower_step_is_corrected_and_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes = iter(["corrected", "withdrawn"])
+    compared: list[int] = []
+
+    def compare(plan: Plan, found: list[MeasuredStep], **options: Any) -> Correction:
+        assert len(found) == 2 and options["plain_step_s"] > 0
+        compared.append(options["corrections"])
+        outcome = next(outcomes)
+        return Correction(outcome, f"Said: {outcome}.", compute=1.1)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(planned_module, "compare", compare)
+    offload = check(blocks, n=14, slowdown=0.5)
+    assert compared == [0, 1]
+    assert "Said: withdrawn." in offload.report().notes
+    assert choices_of(offload) == {"keep"}
+    assert {s.reason for s in offload.report().sites} == {"Kept: the plan was withdrawn."}
+
+
+@pytest.mark.parametrize("second_peak", [1.0, 2.0], ids=["both fit", "the first one fits"])
+def test_the_best_plan_that_was_followed_goes_on(
+    monkeypatch: pytest.MonkeyPatch, second_peak: float
+) -> None:
+    """The first one takes 2 s a step and the second one 3, whether that keeps the limit or not."""
+    followed: list[Plan] = []
+    took = iter([2.0, 2.0, 3.0, 3.0] + [2.0] * 30)
+    peaks = iter([LIMIT, LIMIT, LIMIT * second_peak, LIMIT * second_peak] + [LIMIT] * 30)
+
+    def compare(plan: Plan, found: list[MeasuredStep], **_: Any) -> Correction:
+        followed.append(plan)
+        outcome = "corrected" if len(followed) == 1 else "holds"
+        return Correction(outcome, f"Said: {outcome}.", link=2.0)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(planned_module, "compare", compare)
+    monkeypatch.setattr(MeasuredPass, "step", lambda _: MeasuredStep(next(took), next(peaks)))
+    # One that recomputes would take as long as the first one: the next test is of that.
+    monkeypatch.setattr(planned_module.PlannedPolicy, "_try_without_moves", lambda _: False)
+    offload = check(blocks, n=20, memory=LIMIT)
+    assert followed[0] is not followed[1]
+    assert offload.plan is followed[0]
+
+
+def test_a_plan_that_is_faster_than_predicted_goes_on_and_is_predicted_anew(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps take half of what the first comparison expects, and all that are compared later."""
+    plain: Any = vars(planned_module)["compare"]
+    compared: list[tuple[Plan, Correction]] = []
+    took: list[float] = []
+
+    def compare(plan: Plan, found: list[MeasuredStep], **options: Any) -> Correction:
+        if not compared:
+            took.append(plan.prediction.step_s / 2)
+        step = MeasuredStep(took[0], plan.prediction.peak_bytes)
+        compared.append((plan, plain(plan, [step, step], **options)))
+        return compared[-1][1]
+
+    monkeypatch.setattr(planned_module, "compare", compare)
+    offload = check(blocks, n=20, memory=LIMIT, profile_every=4)
+    (first, said), (second, later), *_ = compared
+    assert [said.outcome, said.off, later.off] == ["holds", True, False]
+    assert second.choices() == first.choices() and second.plain == first.plain
+    assert second.prediction.step_s == pytest.approx(took[0])
+    assert offload.plan.choices() == first.choices()
+
+
+@pytest.mark.parametrize("fastest", ["moves", "moves less"])
+def test_behind_corrections_a_plan_that_moves_little_is_tried(
+    monkeypatch: pytest.MonkeyPatch, fastest: str
+) -> None:
+    followed: list[Plan] = []
+
+    def compare(plan: Plan, found: list[MeasuredStep], **options: Any) -> Correction:
+        followed.append(plan)
+        outcome = "holds" if options["corrections"] else "corrected"
+        return Correction(outcome, f"Said: {outcome}.", link=1.01)  # type: ignore[arg-type]
+
+    def step(_: Any) -> MeasuredStep:
+        tried = len(followed) == 2
+        return MeasuredStep(2.0 if tried == (fastest == "moves less") else 3.0, LIMIT)
+
+    monkeypatch.setattr(planned_module, "compare", compare)
+    monkeypatch.setattr(MeasuredPass, "step", step)
+    # So dear that recomputing is not, however busy the machine was in the profiled step.
+    monkeypatch.setattr(planned_module, "MOST_FACTOR", 1e6)
+    offload = check(blocks, n=20, memory=LIMIT)
+    first, second, tried, *again = followed
+    moved = [plan.prediction.link_bytes for plan in (first, second, tried)]
+    assert moved[2] <= min(moved[:2])
+    assert tried.prediction.step_s < 100 * tried.plain.step_s  # by what moves really take
+    assert offload.plan in ([tried] if fastest == "moves less" else [first, second])
+    assert all(plan in (first, second) for plan in again)  # the best one is compared again
