@@ -6,8 +6,11 @@ Every rank calls all checks in the same order, as they talk to each other.
 from __future__ import annotations
 
 import copy
+import faulthandler
 import multiprocessing
+import os
 import queue
+import signal
 import time
 import traceback
 import warnings
@@ -45,6 +48,8 @@ WORLD = 2
 STEPS = 3
 TIMEOUT = timedelta(seconds=60)
 TIMEOUT_SECONDS = 120
+#: Of what a process that ended by itself wrote last.
+STDERR_CHARACTERS = 6_000
 CPU = torch.device("cpu")
 LR = {"learning_rate": 0.1}
 #: Arguments of the sharder, and the optimizer of an unsharded model that does the same.
@@ -514,6 +519,9 @@ def run_checks(
     backend: str = "gloo",
 ) -> None:
     """Run checks on one rank, up to the first that fails; put what each raised, or nothing."""
+    with _stderr_of(rank, folder).open("wb") as file:
+        os.dup2(file.fileno(), 2)  # what C++ says before it ends a process
+    faulthandler.enable(2)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     if backend == "nccl":
@@ -546,6 +554,7 @@ def outcomes_of(
     context.set_forkserver_preload([] if "nccl" in given else modules)
     found: dict[str, dict[int, str]] = {name: {} for name in module.CHECKS}
     results = context.Queue()
+    ended: list[int | None] = []
     workers = [
         context.Process(target=module.run, args=(rank, folder, results, *given), daemon=True)
         for rank in range(WORLD)
@@ -562,11 +571,25 @@ def outcomes_of(
             except queue.Empty:
                 if not alive:
                     break
+        for worker in workers:
+            if worker.is_alive() and worker.pid:
+                os.kill(worker.pid, signal.SIGABRT)  # it says where its threads are
+                worker.join(10)
+        ended = [worker.exitcode for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
             worker.join()
+    for rank, code in enumerate(ended):
+        reached = [name for name, outcomes in found.items() if rank not in outcomes]
+        if reached and code:  # a failed check ends a process with 0
+            last = _stderr_of(rank, folder).read_text(errors="replace")[-STDERR_CHARACTERS:]
+            found[reached[0]][rank] = f"the process ended with exit code {code}:\n{last}"
     return found
+
+
+def _stderr_of(rank: int, folder: str) -> Path:
+    return Path(folder, f"stderr{rank}")
 
 
 def check_outcome(outcomes: dict[str, dict[int, str]], name: str) -> None:
