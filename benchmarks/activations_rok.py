@@ -6,9 +6,10 @@ python benchmarks/activations_rok.py --only rok --plot rok.svg
 
 Predictions: three models of transformers with random weights, and limits of memory between the
 least possible and that of keeping everything. Of each plan the step (forward and backward pass)
-and the peak that were predicted, and the fastest step and highest peak measured behind it, at
-first and after corrections; steps are counted in pairs, as the planner compares them. On a GPU the
-peak is the allocator's, on a CPU that of saved tensors.
+and the peak that were predicted, and the fastest step and highest peak measured behind it: at
+first, and of the plan that was followed last. Of that one it is what was predicted half-way through
+its comparisons, and the steps that were measured since ("new steps", counted in pairs as the
+planner compares them). On a GPU the peak is the allocator's, on a CPU that of saved tensors.
 
 ROK (recompute, offload, keep; figure 5.12 of SSDTrain's chapter): tokens a second over the peak by
 batch size, for keeping all, checkpointing each layer, `save_on_cpu`, moving all raw, and the
@@ -30,6 +31,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -185,13 +187,16 @@ class Job:
 
 @contextmanager
 def compared() -> Iterator[list[tuple[Plan, list[MeasuredStep], Correction]]]:
-    """Collect what the planner compares."""
+    """Collect what the planner compares: a plan, the steps that it had not seen, what it says."""
     module: Any = planned
     original, found = module.compare, []
+    seen: list[MeasuredStep] = []
 
     def compare(plan: Plan, steps: Sequence[MeasuredStep], **options: Any) -> Correction:
         said: Correction = original(plan, steps, **options)
-        found.append((plan, list(steps), said))
+        new = [step for step in steps if not any(step is each for each in seen)]
+        seen.extend(new)
+        found.append((plan, new, said))
         return said
 
     module.compare = compare
@@ -247,9 +252,10 @@ def prediction_rows(name: str, arguments: argparse.Namespace, report: Report) ->
             offload.detach()
         if not found:
             continue
-        first, last = found[0], [each for each in found if each[0] == found[-1][0]]
-        steps = [step for each in last for step in each[1]]
-        plan = last[-1][0]
+        first, last = found[0], last_plan(found)
+        # What was predicted by the first half of its comparisons, and what steps took since.
+        held_out = last[len(last) // 2 :]
+        plan, steps = held_out[0][0], [step for each in held_out for step in each[1]]
         rows.append(
             {
                 "model": name,
@@ -262,12 +268,22 @@ def prediction_rows(name: str, arguments: argparse.Namespace, report: Report) ->
                 "measured MB": round(max(s.peak_bytes for s in steps) / 1e6, 1),
                 "peak": off(plan.prediction.peak_bytes, max(s.peak_bytes for s in steps)),
                 "outcome": last[-1][2].outcome,
+                "new steps": len(steps),
                 "what": what_of(plan),
             }
         )
         report(", ".join(f"{key} {value}" for key, value in rows[-1].items()))
     job.close()
     return rows
+
+
+def last_plan(
+    found: Sequence[tuple[Plan, list[MeasuredStep], Correction]],
+) -> list[tuple[Plan, list[MeasuredStep], Correction]]:
+    """Return the comparisons of the plan that was followed last, without other plans in between."""
+    last = found[-1][0].choices()
+    same = takewhile(lambda each: each[0].choices() == last, reversed(found))
+    return list(same)[::-1]
 
 
 def off(predicted: float, measured: float) -> str:

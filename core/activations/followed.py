@@ -1,25 +1,38 @@
-"""Plans of one profile that were followed, and what a step of each took."""
+"""Plans of one profile that were followed, and what steps of each took."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..engine.advisor.planning import Plan, StepProfile
+from ..engine.advisor.planning import MeasuredStep, Plan, StepProfile
 from .pass_record import PassPlan
 
 #: Share by which a measured peak may be above the limit, or the lowest one: allocators round.
 NEAR_PEAK = 0.005
+#: Last steps of a plan that are compared. The fastest of two may take a sixth longer than that of
+#: the next two, where a step takes less than 0.1 s and its host is busy.
+MOST_STEPS = 6
 
 
 @dataclass(frozen=True)
 class Followed:
-    """A plan that was followed, and what a step of it took."""
+    """A plan that was followed, and what its last steps took."""
 
     plan: Plan
     pass_plan: PassPlan
     profile: StepProfile
-    step_s: float
-    peak_bytes: float
+    steps: Sequence[MeasuredStep]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the fastest one."""
+        return min(step.step_s for step in self.steps)
+
+    @property
+    def peak_bytes(self) -> float:
+        """Most bytes of the device in any of them."""
+        return max(step.peak_bytes for step in self.steps)
 
 
 class FollowedPlans:
@@ -27,6 +40,11 @@ class FollowedPlans:
 
     def __init__(self) -> None:
         self._plans: list[Followed] = []
+
+    def last_steps(self, pass_plan: PassPlan, steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+        """Return the last steps of a plan, of which these are the newest."""
+        before = [step for f in self._plans if f.pass_plan is pass_plan for step in f.steps]
+        return [*before, *steps][-MOST_STEPS:]
 
     def add(self, followed: Followed) -> None:
         """Add a plan, in the place of what its steps took before."""

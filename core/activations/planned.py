@@ -464,9 +464,12 @@ class PlannedPolicy:
                 self._steps.append(measured.step())
         if len(self._steps) < COMPARED_STEPS:
             return False
+        assert self._pass_plan is not None
+        steps = self._followed.last_steps(self._pass_plan, self._steps)
+        self._steps.clear()
         found = compare(
             self.plan,
-            self._steps,
+            steps,
             plain_step_s=self._plain.step_s,
             corrections=self._corrections,
             turn_s=self.profile.turn_s,
@@ -474,14 +477,11 @@ class PlannedPolicy:
         )
         if found.off:
             self.plan, self.profile = found.predicted(self.plan), found.corrected(self.profile)
-        assert self._pass_plan is not None
-        step_s = min(step.step_s for step in self._steps)
-        peak_bytes = max(step.peak_bytes for step in self._steps)
-        self._followed.add(Followed(self.plan, self._pass_plan, self.profile, step_s, peak_bytes))
-        self._steps.clear()
+        followed = Followed(self.plan, self._pass_plan, self.profile, steps)
+        self._followed.add(followed)
         self._compared = found
         if found.outcome == "holds" and self._memory is not None:
-            return self._go_on(limit_bytes(self._memory, self._device()), peak_bytes)
+            return self._go_on(limit_bytes(self._memory, self._device()), followed.peak_bytes)
         if found.outcome == "withdrawn":
             self._withdrawn = True
             if self._modules is not None:

@@ -79,6 +79,38 @@ def test_a_plan_that_is_faster_than_predicted_goes_on_and_is_predicted_anew(
     assert offload.plan.choices() == first.choices()
 
 
+def test_two_slow_steps_between_fast_ones_change_neither_plan_nor_prediction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps take what was predicted but for the third and fourth that are compared: 1.3 times."""
+    plain: Any = vars(planned_module)["compare"]
+    compared: list[tuple[Plan, list[MeasuredStep], Correction]] = []
+    measured: list[MeasuredStep] = []
+
+    def compare(plan: Plan, found: list[MeasuredStep], **options: Any) -> Correction:
+        for i in range(len(measured) - 2, len(measured)):  # of the step that is measured as it ends
+            slow = 1.3 if len(compared) == 1 else 1.0
+            step_s = (compared[0][0] if compared else plan).prediction.step_s * slow
+            vars(measured[i]).update(step_s=step_s, peak_bytes=plan.prediction.peak_bytes)
+        compared.append((plan, list(found), plain(plan, found, **options)))
+        return compared[-1][2]
+
+    def step(_: Any) -> MeasuredStep:
+        measured.append(MeasuredStep(1.0, 1.0))
+        return measured[-1]
+
+    monkeypatch.setattr(planned_module, "compare", compare)
+    monkeypatch.setattr(MeasuredPass, "step", step)
+    offload = check(blocks, n=24, memory=LIMIT, profile_every=4)
+    assert [len(found) for _, found, _ in compared[:4]] == [2, 4, 6, 6]
+    assert all(
+        found[-2:] == measured[2 * i : 2 * i + 2] for i, (_, found, _) in enumerate(compared)
+    )
+    assert {said.outcome for _, _, said in compared} == {"holds"}
+    assert not any(said.off for _, _, said in compared)
+    assert offload.plan is compared[0][0]
+
+
 @pytest.mark.parametrize("fastest", ["moves", "moves less"])
 def test_behind_corrections_a_plan_that_moves_little_is_tried(
     monkeypatch: pytest.MonkeyPatch, fastest: str
