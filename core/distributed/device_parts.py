@@ -157,9 +157,9 @@ def options_of(table: Rows) -> VectorOptions:
     """Return how the kernels encode rows of a table."""
     candidate = table.candidate
     bound = table.bound if candidate.bounded else 0.0
-    if isinstance(bound, torch.Tensor):
-        return VectorOptions(bound, table.relative, candidate.window, candidate.references)
-    return _kept_options(bound, table.relative, candidate.window, candidate.references)
+    make = VectorOptions if isinstance(bound, torch.Tensor) else _kept_options
+    how = candidate.window, candidate.references, candidate.huffman
+    return make(bound, table.relative, *how)
 
 
 #: Those of one bound are one object: kernels then know it for the same.

@@ -150,6 +150,8 @@ class Candidate:
         Rows that a reference may reach back; None: all.
     references : bool
         Whether equal rows are looked for.
+    huffman : bool
+        Whether codes get a Huffman code where that is shorter than fields of one width.
     """
 
     name: str
@@ -157,6 +159,7 @@ class Candidate:
     bounded: bool = True
     window: int | None = None
     references: bool = True
+    huffman: bool = True
 
 
 #: References to equal rows however far back, then a Huffman code or fixed fields, what is smaller.
@@ -218,6 +221,7 @@ def _encode_rows(rows: torch.Tensor, bound: float, candidate: Candidate, out: Ar
             candidate.window,
             out[: raw_body_bytes(rows.nbytes)],
             references=candidate.references,
+            huffman=candidate.huffman,
         )
         if used < rows.nbytes:
             return used

@@ -34,6 +34,7 @@ WITHIN_BOUND = (
     REFERENCES,
     Candidate("window", window=255),
     Candidate("codes", references=False),
+    Candidate("fixed-width", references=False, huffman=False),
     Candidate("lossless", bounded=False),
     RAW,
 )

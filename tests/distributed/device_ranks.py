@@ -54,7 +54,8 @@ class CpuCoder:
                 bound *= float(t.max() - t.min())
             body = out[offsets[-1] :].numpy()
             body = body[: raw_body_bytes(t.nbytes)]
-            sizes.append(encode_body(t, bound, option.window, body, references=option.references))
+            how = {"references": option.references, "huffman": option.huffman}
+            sizes.append(encode_body(t, bound, option.window, body, **how))
             offsets.append(-(-(offsets[-1] + sizes[-1]) // 16) * 16)
         numbers.copy_(torch.tensor([*offsets, *sizes]))
 

@@ -119,7 +119,8 @@ def test_ways_to_write_rows_are_measured():
     choice.choose(rows, 0.1, SLOW)
     assert set(choice.measured) == {c.name for c in WITHIN_BOUND}
     ratios = {name: found.ratio for name, found in choice.measured.items()}
-    assert ratios["references"] > ratios["codes"] > 4 and ratios["raw"] == 1
+    assert ratios["references"] > ratios["codes"] > ratios["fixed-width"] > 4
+    assert ratios["raw"] == 1
     assert all(m.encode_s_per_byte > 0 < m.decode_s_per_byte for m in choice.measured.values())
     every_bit = TableChoice()
     every_bit.choose(rows, 0.0, SLOW)
@@ -134,6 +135,7 @@ def test_rows_are_written_as_is_fastest_on_the_link(monkeypatch):
         "references": selection.Measured(20.0, 2e-9, 1e-9),
         "window": selection.Measured(10.0, 2e-9, 1e-9),
         "codes": selection.Measured(8.0, 1e-9, 1e-9),
+        "fixed-width": selection.Measured(6.0, 3e-10, 3e-10),
         "lossless": selection.Measured(2.0, 1e-9, 1e-9),
         "raw": selection.Measured(1.0, 1e-11, 1e-11),
     }
@@ -146,7 +148,12 @@ def test_rows_are_written_as_is_fastest_on_the_link(monkeypatch):
         return choice.candidate.name
 
     assert chosen_at(1e7) == "references"
-    assert chosen_at(1e9) == "raw"
+    assert chosen_at(1e10) == "raw"
+    assert chosen_at(5e8) == "fixed-width"
+    del found["fixed-width"]
+    monkeypatch.setattr(
+        selection, "WITHIN_BOUND", [c for c in WITHIN_BOUND if c.name != "fixed-width"]
+    )
     assert chosen_at(2e8) == "codes"
     # A little less is no reason to change.
     found["references"] = selection.Measured(8.5, 1e-9, 1e-9)

@@ -52,6 +52,7 @@ class Tries:
         self.tried.append(names)
         seconds = 3.0 if "references" in names else 1.0
         moved = {"references": 10, "window": 20, "codes": 25, "lossless": 50, "raw": 100}
+        moved["fixed-width"] = 40
         return Trial(seconds, seconds, [100, 300, 0], [moved[names[0]], 3 * moved[names[1]], 0])
 
 
@@ -65,11 +66,12 @@ def test_tables_share_the_seconds_of_one_pipeline_by_their_bytes() -> None:
         ["references", "references", "references"],
         ["window", "references", "references"],
         ["codes", "codes", "codes"],
+        ["fixed-width", "references", "references"],
         ["lossless", "references", "references"],
         ["raw", "raw", "raw"],
     ]
     found = choices[0].measured
-    assert set(found) == {"references", "window", "codes", "lossless", "raw"}
+    assert set(found) == {"references", "window", "codes", "fixed-width", "lossless", "raw"}
     assert found["codes"].ratio == 4 and found["codes"].encode_s_per_byte == 1 / 400
     assert found["raw"].ratio == 1 and found["raw"].encode_s_per_byte == 0
     assert set(choices[1].measured) == {"references", "codes", "raw"}

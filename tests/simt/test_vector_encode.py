@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import bitslab
 from bitslab.engine.codecs import BoundedVectorCodec, VectorLzCodec
 from bitslab.engine.codecs.blob import HEADER_BYTES
 from bitslab.engine.codecs.huffman import code_lengths
-from bitslab.engine.codecs.vectors import encode_body
+from bitslab.engine.codecs.vectors import decode_body, encode_body
 from bitslab.engine.kernels import cuda
 from bitslab.engine.kernels.cuda.source import vector_variant
 from bitslab.engine.kernels.cuda.vector_decode import ROOM
@@ -29,7 +30,12 @@ from bitslab.engine.kernels.vector_chunks import (
     VectorPlans,
     send_bytes,
 )
-from bitslab.engine.kernels.vector_format import CODE_LIMIT_BITS, raw_body_bytes
+from bitslab.engine.kernels.vector_format import (
+    CODE_LIMIT_BITS,
+    BodyHeader,
+    RowCoding,
+    raw_body_bytes,
+)
 from tests.simt.module import SimtModule, guarded
 from tests.simt.runner import SimtRunner
 from tests.simt.test_vector_decode import CASES, chained, rows_of, with_outliers
@@ -177,6 +183,32 @@ def test_codes_of_any_counts_are_those_of_the_twins(symbols, seed, skew):
     codes = (symbols * generator.random(3000) ** (1 + skew)).astype(np.float32)
     t = torch.from_numpy(codes).view(-1, 4)
     assert_same_bytes([BoundedVectorCodec(0.49, references=False)], [t], SimtRunner(0))
+
+
+@pytest.mark.parametrize("references", [False, True], ids=["codes alone", "distinct rows"])
+@pytest.mark.parametrize("bound", [0.0, 0.05], ids=["every bit", "bounded"])
+def test_without_huffman_fields_of_one_width_are_those_of_the_twins(bound, references):
+    # A Huffman code would be shorter: most values are near 0.
+    values = torch.randn(3000, generator=torch.Generator().manual_seed(4)) ** 5 / 100
+    t = guarded(values.view(-1, 4)[torch.arange(1500) % 750])
+    coded = VectorOptions(bound, references=references)
+    bodies = []
+    for options in (coded, replace(coded, huffman=False)):
+        out = guarded(torch.full((send_bytes([t]),), FILL, dtype=torch.uint8))
+        _, sizes = VectorEncodeKernels(SimtRunner(0)).encode_vectors([t], [options], out)
+        bodies.append(out[: int(sizes)].numpy().tobytes())
+        data = np.zeros(raw_body_bytes(t.nbytes), np.uint8)
+        used = encode_body(t, bound, None, data, references=references, huffman=options.huffman)
+        assert data[:used].tobytes() == bodies[-1]
+    huffman, fixed = (BodyHeader.from_bytes(body) for body in bodies)
+    assert huffman is not None and fixed is not None
+    assert huffman.coding == (RowCoding.HUFFMAN if bound else RowCoding.SPLIT)
+    assert fixed.coding == (RowCoding.FIXED if bound else RowCoding.RAW)
+    assert fixed.distinct_rows == huffman.distinct_rows <= (750 if references else 1500)
+    assert len(bodies[0]) < len(bodies[1])
+    back = torch.empty_like(t)
+    decode_body(np.frombuffer(bodies[1], np.uint8), back, bounded=bound > 0)
+    assert float((back.double() - t.double()).abs().max()) <= bound
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

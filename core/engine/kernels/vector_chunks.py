@@ -38,7 +38,7 @@ from .vector_format import (
 Array = np.ndarray[Any, Any]
 
 #: Bits of the flags of a chunk; from WINDOW_AT on stands the window.
-BOUNDED, FRAMED, RELATIVE, REFERENCES, COMPLEX, BOUND_THERE = 1, 2, 4, 8, 16, 32
+BOUNDED, FRAMED, RELATIVE, REFERENCES, COMPLEX, BOUND_THERE, NO_HUFFMAN = 1, 2, 4, 8, 16, 32, 64
 WINDOW_AT = 16
 #: Bytes of what kernels find out about a body, and of a table to look codes up in.
 STATE_BYTES, TABLE_BYTES = 256, 4 << CODE_LIMIT_BITS
@@ -112,6 +112,7 @@ _DEFINES: dict[str, int | str] = {
     "FLAG_REFERENCES": REFERENCES,
     "FLAG_COMPLEX": COMPLEX,
     "FLAG_BOUND_THERE": BOUND_THERE,
+    "FLAG_NO_HUFFMAN": NO_HUFFMAN,
     "WINDOW_AT": WINDOW_AT,
 }
 
@@ -142,12 +143,16 @@ class VectorOptions:
         Rows that a reference may reach back; None: all.
     references : bool
         Whether equal rows are looked for.
+    huffman : bool
+        Whether what is left of them gets a Huffman code where that is shorter; else codes of values
+        are fields of one width, and rows whose every bit is kept stand as they are.
     """
 
     bound: float | torch.Tensor = 0.0
     relative: bool = False
     window: int | None = None
     references: bool = True
+    huffman: bool = True
 
     @cached_property
     def bounded(self) -> bool:
@@ -168,6 +173,7 @@ class VectorOptions:
         found |= BOUND_THERE if isinstance(self.bound, torch.Tensor) else 0
         found |= RELATIVE if self.relative and self.bounded else 0
         found |= REFERENCES if self.references else 0
+        found |= 0 if self.huffman else NO_HUFFMAN
         return found | (self.window or 0) << WINDOW_AT
 
 

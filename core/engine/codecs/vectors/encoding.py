@@ -93,7 +93,13 @@ def finite_range(t: torch.Tensor) -> tuple[float, float]:
 
 
 def encode_body(
-    t: torch.Tensor, bound: float, window: int | None, out: Array, *, references: bool = True
+    t: torch.Tensor,
+    bound: float,
+    window: int | None,
+    out: Array,
+    *,
+    references: bool = True,
+    huffman: bool = True,
 ) -> int:
     """Write the body of a tensor on the CPU; return its bytes.
 
@@ -109,6 +115,9 @@ def encode_body(
         uint8, of `raw_body_bytes` or more.
     references : bool
         Whether equal rows are looked for.
+    huffman : bool
+        Whether what is left of them gets a Huffman code where that is shorter; else codes of values
+        are fields of one width, and rows whose every bit is kept stand as they are.
     """
     rows, row = row_elements(t.shape)
     data = flat_bytes(t)
@@ -116,7 +125,7 @@ def encode_body(
     found: tuple[BodyHeader, list[Array]] | None = None
     if rows and row:
         step = step_of(bound) if bound > 0 else 0.0
-        if step and threads_of(rows, row * t.element_size()) == 1:
+        if step and huffman and threads_of(rows, row * t.element_size()) == 1:
             given = data.numpy().view(_UNITS[t.dtype.itemsize]), KINDS[t.dtype]
             used = _bounded_at_once(*given, bound, step, rows, window if references else -1, out)
             if used >= 0:
@@ -124,9 +133,9 @@ def encode_body(
             if used == vector_bodies().NO_SHORTER:
                 return _write(BodyHeader(distinct_rows=rows), [data.numpy()], out)
         elif step:
-            found = _bounded(t, bound, step, rows, row, window if references else -1)
+            found = _bounded(t, bound, step, rows, row, window if references else -1, huffman)
         if found is None:
-            found = _every_bit(t, data.numpy(), rows, window if references else -1)
+            found = _every_bit(t, data.numpy(), rows, window if references else -1, huffman)
     if found is not None:
         header, sections = found
         used = header.nbytes + sum(section.nbytes for section in sections)
@@ -182,7 +191,13 @@ def _bounded_at_once(
 
 
 def _bounded(
-    t: torch.Tensor, bound: float, step: float, rows: int, row: int, window: int | None
+    t: torch.Tensor,
+    bound: float,
+    step: float,
+    rows: int,
+    row: int,
+    window: int | None,
+    huffman: bool,
 ) -> tuple[BodyHeader, list[Array]] | None:
     """Return header and sections of codes, None where too few elements have one."""
     x, kind = _bits(t), KINDS[t.dtype]
@@ -218,7 +233,9 @@ def _bounded(
         call(kernels.put_outliers, kept, values, least, places, bits)
         sections += [places, _words_of(bits)]
     symbols = largest - least + 1
-    if threads_of(len(kept), kept.itemsize) > 1:
+    if not huffman:
+        coding, width, symbols, written = _fixed_codes(kept, least, symbols)
+    elif threads_of(len(kept), kept.itemsize) > 1:
         coding, width, symbols, written = _codes_by_threads(kept, least, symbols)
     else:
         facts = np.empty(3, np.int64)
@@ -242,15 +259,20 @@ def _codes_by_threads(
     kept: Array, least: int, symbols: int
 ) -> tuple[RowCoding, int, int, list[Array]]:
     """Do what `put_codes` does by several threads."""
-    width = (symbols - 1).bit_length()
     book = Book.of(count(kept, least, symbols)) if symbols <= MOST_SYMBOLS else None
+    width = (symbols - 1).bit_length()
     if book is not None and book.words(len(kept)) < field_words(len(kept), width):
         return RowCoding.HUFFMAN, 0, symbols, book.write(kept, least)
+    return _fixed_codes(kept, least, symbols)
+
+
+def _fixed_codes(kept: Array, least: int, symbols: int) -> tuple[RowCoding, int, int, list[Array]]:
+    width = (symbols - 1).bit_length()
     return RowCoding.FIXED, width, 0, [packed_fields(kept, least, width)]
 
 
 def _every_bit(
-    t: torch.Tensor, data: Array, rows: int, window: int | None
+    t: torch.Tensor, data: Array, rows: int, window: int | None, huffman: bool
 ) -> tuple[BodyHeader, list[Array]]:
     """Return header and sections of rows whose every bit is kept."""
     row_bytes = len(data) // rows
@@ -264,7 +286,9 @@ def _every_bit(
     elements = kept.reshape(-1, element_bytes(t.dtype))
     n, width = elements.shape
     header = replace(equal.header, coding=RowCoding.SPLIT)
-    if threads_of(n, width) > 1:
+    if not huffman:
+        pass
+    elif threads_of(n, width) > 1:
         last = elements[:, -1].astype(np.int16)
         book = Book.of(count(last, 0, BYTE_SYMBOLS))
         if book.words(n) + byte_words(n * (width - 1)) < byte_words(len(kept)):

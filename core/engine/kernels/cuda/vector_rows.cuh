@@ -77,6 +77,7 @@ __device__ __forceinline__ Kept kept_of(const Chunk& chunk, const Draft& draft) 
 
 // The symbols of the distinct rows' code, 0: too many for one.
 __device__ __forceinline__ int symbols_of(const Chunk& chunk, const Draft& draft) {
+  if (chunk.flags & FLAG_NO_HUFFMAN) return 0;
   if (!is_coded(chunk, draft)) return BYTE_SYMBOLS;
   const int symbols = draft.largest - draft.least + 1;
   return symbols <= MOST_SYMBOLS ? symbols : 0;
