@@ -121,6 +121,7 @@ TWINS: dict[str, Any] = {
     "softmax_segments_gradient": segment_sums.softmax_segments_gradient,
     "sound_offsets": bags.sound_offsets,
     "sum_segments": segment_sums.sum_segments,
+    "survey_edges": segment_sums.survey_edges,
     "top_values": cpu.frequent_values,
     "unpack_rest": blobs.check_header,
 }

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 
+from ..edge_survey import (
+    EDGE_COLUMNS,
+    PAIR_COLUMNS,
+    EdgeSurvey,
+    block_length,
+    column_length,
+)
 from .compiling import call, prepare
 from .loading import summing
 from .threads import run_ranges
@@ -70,73 +77,6 @@ def number_pairs(
     return torch.from_numpy(rows), torch.from_numpy(nodes_out[:n].copy()), counts.cumsum().tolist()
 
 
-#: Columns of a survey: of the edges in order, sources, destinations, kinds, numbers, places by kind
-#: and the kind there; of pairs that of each edge, nodes, kinds, edges pair by pair, and starts.
-EDGE_COLUMNS, PAIR_COLUMNS = 7, 5
-
-
-class Pairs(NamedTuple):
-    """The distinct pairs of a node and a kind among edges, by kind, then node; all int64.
-
-    Attributes
-    ----------
-    of_edge : torch.Tensor
-        ``[E]``: the pair of each edge.
-    node, kind : torch.Tensor
-        ``[pairs]``.
-    order, starts : torch.Tensor
-        ``[E]`` and ``[pairs + 1]``: the edges pair by pair, and where each begins.
-    bounds : list of int
-        ``[kinds + 1]``: the first pair of each kind.
-    """
-
-    of_edge: torch.Tensor
-    node: torch.Tensor
-    kind: torch.Tensor
-    order: torch.Tensor
-    starts: torch.Tensor
-    bounds: list[int]
-
-
-class EdgeSurvey(NamedTuple):
-    """The edges of a graph in the order of their destinations; all int64.
-
-    Attributes
-    ----------
-    limits : list of int
-        Lowest and highest of sources, destinations and kinds; all else is undefined where these are
-        out of range.
-    block : torch.Tensor
-        Has all that follows.
-    order, starts : torch.Tensor
-        ``[E]`` and ``[destinations + 1]``: the order, and where each destination begins.
-    src, dst, kind : torch.Tensor
-        ``[E]``.
-    numbers : torch.Tensor
-        ``[E]``: 0, 1, ...
-    place, by_kind, kind_of : torch.Tensor
-        ``[E]``: where each edge stands by kind, the edge at each place, and its kind.
-    bounds : list of int
-        ``[kinds + 1]``: the first edge of each kind.
-    pairs : tuple of Pairs
-        Those of sources, and of destinations.
-    """
-
-    limits: list[int]
-    block: torch.Tensor
-    order: torch.Tensor
-    starts: torch.Tensor
-    src: torch.Tensor
-    dst: torch.Tensor
-    kind: torch.Tensor
-    numbers: torch.Tensor
-    place: torch.Tensor
-    by_kind: torch.Tensor
-    kind_of: torch.Tensor
-    bounds: list[int]
-    pairs: tuple[Pairs, Pairs]
-
-
 def survey_edges(
     ends: torch.Tensor, kinds: torch.Tensor, sizes: tuple[int, int, int]
 ) -> EdgeSurvey:
@@ -152,9 +92,9 @@ def survey_edges(
         Sources, destinations, and kinds.
     """
     n = len(kinds)
-    width = n + 2 + n % 2  # columns begin at 16 bytes, as kernels may read them
+    width = column_length(n)
     of_edges, of_pairs = EDGE_COLUMNS * width, 2 * PAIR_COLUMNS * width
-    flat = np.empty(of_edges + of_pairs + sizes[1] + 2, np.int64)
+    flat = np.empty(block_length(n, sizes[1]), np.int64)
     edges = flat[:of_edges].reshape(EDGE_COLUMNS, width)
     pairs = flat[of_edges : of_edges + of_pairs].reshape(2, PAIR_COLUMNS, width)
     starts = flat[of_edges + of_pairs :]
@@ -162,22 +102,7 @@ def survey_edges(
     bounds, limits = np.zeros((3, sizes[2] + 1), np.int64), np.zeros(6, np.int64)
     arrays = (ends.numpy(), kinds.numpy(), np.array(sizes, np.int64), edges, pairs, starts, bounds)
     call(summing().survey_edges, *arrays, limits)
-    block, (by_kind, *of_sides) = torch.from_numpy(flat), bounds.tolist()
-    sides = block[of_edges : of_edges + of_pairs].view(2, PAIR_COLUMNS, width)
-    found = [_pairs(side, n, at) for side, at in zip(sides, of_sides, strict=True)]
-    order, src, dst, kind, numbers, place, kind_of = (
-        block[:of_edges].view(EDGE_COLUMNS, width)[:, :n].unbind()
-    )
-    return EdgeSurvey(
-        limits.tolist(), block, order, block[of_edges + of_pairs : -1], src, dst, kind, numbers,
-        place, found[1].order, kind_of, by_kind, (found[0], found[1]),
-    )  # fmt: skip
-
-
-def _pairs(columns: torch.Tensor, n: int, bounds: list[int]) -> Pairs:
-    of_edge, node, kind, order, starts = columns.unbind()
-    count = bounds[-1]
-    return Pairs(of_edge[:n], node[:count], kind[:count], order[:n], starts[: count + 1], bounds)
+    return EdgeSurvey.of_block(torch.from_numpy(flat), n, limits.tolist(), bounds.tolist())
 
 
 #: Bytes of rows that are added in the time in which others pack one: waking a thread takes as long

@@ -58,14 +58,16 @@ def survey_edges(ends, kinds, sizes, edges, pairs, starts, bounds, limits):
     else; returns whether all are in range.
     """
     n, n_src, n_kinds = len(kinds), sizes[0], sizes[2]
+    inside = True
     for c in range(3):
         column = kinds if c == 2 else ends[c]
         low = high = column[0]
         for i in range(n):
             low, high = min(low, column[i]), max(high, column[i])
         limits[2 * c], limits[2 * c + 1] = low, high
-        if low < 0 or high >= sizes[c]:
-            return False
+        inside = inside and low >= 0 and high < sizes[c]
+    if not inside:
+        return False
     order, src, dst, kind = edges[0, :n], edges[1, :n], edges[2, :n], edges[3, :n]
     numbers, place, of_kind = edges[4, :n], edges[5, :n], edges[6, :n]
     numbers[:] = np.arange(n)

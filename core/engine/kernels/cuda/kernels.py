@@ -30,6 +30,7 @@ from .rle import RleKernels
 from .runner import Runner
 from .segment_sums import SegmentKernels
 from .slots import SlotKernels
+from .survey import SurveyKernels
 from .typed_gemm import TypedGemmKernels
 from .unpack import UnpackKernels
 from .vector_decode import VectorDecodeKernels
@@ -77,6 +78,7 @@ class CudaKernels:
         self.bags = BagKernels(runner)
         self.segments = SegmentKernels(runner)
         self.typed = TypedGemmKernels(runner)
+        self.survey_edges = SurveyKernels(runner).survey_edges
         self.count_bits = CountKernels(runner).count_bits
         self.count_zeros = ZeroKernels(runner).count_zeros
         plan = PlanKernels(runner)

@@ -123,6 +123,7 @@ _KERNELS: dict[str, tuple[str, ...]] = {
         "softmax_segments",
         "softmax_segments_gradient",
     ),
+    "survey": ("survey_edges",),
     **VECTOR_KERNELS,
 }
 

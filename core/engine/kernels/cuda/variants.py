@@ -49,6 +49,7 @@ from .source import (
     zfp_variant,
     zvc_variant,
 )
+from .survey import SURVEY
 
 
 def all_variants() -> Iterator[AnyVariant]:
@@ -63,6 +64,7 @@ def all_variants() -> Iterator[AnyVariant]:
     yield LZ4
     yield PLAN
     yield KEPT
+    yield SURVEY
     yield from map(zfp_variant, FLOAT_KINDS.values())
     yield from map(quantized_variant, TILE_FORMATS)
     yield from map(zvc_variant, ZVC_UNIT_BYTES)
