@@ -9,23 +9,19 @@ from __future__ import annotations
 
 import functools
 import math
-import warnings
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from ..engine.kernels.cpu import segment_sums
 from ..engine.kernels.cpu.typed_products import take
+from .gpu_kernels import gpu_kernels
 from .graph import RelationalGraph
 from .kernel_steps import KernelSteps, Run
 from .products import Products
 from .steps import BY_INDEX, Step
 from .type_sums import levels_of
-
-if TYPE_CHECKING:
-    from ..engine.kernels.cuda import CudaKernels
-
 
 #: Returns what runs a step on a machine's graph.
 Bind = Callable[["Machine"], Run]
@@ -83,29 +79,6 @@ class Schedule:
         if not gathered or id(step.args[0]) in self._given:
             return False
         return self.fuse or step.args[0].args[0].op == "packed"
-
-
-@functools.cache
-def gpu_kernels(device: torch.device) -> CudaKernels | None:
-    """Return the kernels of a GPU, compiled; None on a CPU, and with a warning where they fail."""
-    if device.type != "cuda":
-        return None
-    from ..engine.kernels.cuda import kernels_on
-
-    try:
-        kernels = kernels_on(device, raise_errors=False)
-        x = torch.zeros(1, 1, 4, dtype=torch.float32, device=device)
-        none = torch.zeros(0, dtype=torch.int64, device=device)
-        entries = (none.new_zeros(2), none, none)
-        kernels.segments.prepare_sum(*entries, 1, 4, torch.float32)(x)
-    except Exception as error:
-        warnings.warn(
-            f"relational programs on {device} run torch's operators, since their kernels cannot be "
-            f"compiled or started: {error}",
-            stacklevel=2,
-        )
-        return None
-    return kernels
 
 
 class Call(NamedTuple):

@@ -28,14 +28,19 @@ from typing import Any, TypeVar
 import torch
 
 from ..engine.kernels.cpu import segment_sums
+from ..engine.kernels.edge_survey import EdgeSurvey
 from ..engine.kernels.uploads import Uploads
-from ..errors import ArgumentError, ArgumentTypeError, IndexRangeError, ModifiedInPlaceError
-from .kept_by_tensors import KeptByTensors, versions_of
+from ..errors import ArgumentError, ArgumentTypeError, ModifiedInPlaceError
+from .edge_checks import check_edges, check_ranges
+from .gpu_kernels import gpu_kernels
+from .kept_by_tensors import versions_of
 from .node_types import TYPE_SPACES, NodeTypes
 from .plan_memory import planning
 from .rows import (
     NO_NODE,
+    SURVEYED,
     EdgeHop,
+    GatherHop,
     Hop,
     HostTables,
     Rows,
@@ -43,20 +48,22 @@ from .rows import (
     UploadedRows,
     length_of_batch,
     number_pairs,
+    rows_of_survey,
     sort,
 )
 
 T = TypeVar("T")
 
 
-#: Up to so many edges and nodes together the plan of a GPU's graph is made on the host, from one
-#: copy of its tensors, and uploaded: a plan of an H200 took 6 to 10 ms of the host's with 2,776
-#: edges, one of the host 150 to 180 ns for each edge of mag-0.1.
+#: Up to so many edges and nodes together the plan of a GPU's graph is not made by torch's operators
+#: there: a plan of an H200 took 6 to 10 ms of the host's with 2,776 edges, one of the host 150 to
+#: 180 ns for each edge of mag-0.1. A kernel surveys the edges where they are; what it does not find
+#: is made on the host, and uploaded.
 HOST_ROWS = 1 << 15
 
 
 def planned_on_host(device: torch.device, n_edges: int, n_nodes: int) -> bool:
-    """Return whether the plan of a GPU's graph is made on the host."""
+    """Return whether the host makes what of a GPU's graph no kernel finds."""
     return device.type != "cpu" and n_edges > 0 and n_edges + n_nodes <= HOST_ROWS
 
 
@@ -109,7 +116,7 @@ class RelationalGraph:
         node_types: NodeTypes | None = None,
     ) -> None:
         sizes = (num_nodes, num_nodes) if isinstance(num_nodes, int) else tuple(num_nodes)
-        _check(edge_index, edge_type, sizes, num_relations)
+        check_edges(edge_index, edge_type, sizes, num_relations)
         if node_types is not None:
             if not isinstance(node_types, NodeTypes):
                 raise ArgumentTypeError(
@@ -120,27 +127,37 @@ class RelationalGraph:
         self.edge_index, self.edge_type = edge_index, edge_type
         self.num_src, self.num_dst = sizes
         self.num_relations = num_relations
+        self._sizes = (self.num_src, self.num_dst, num_relations)
         self._versions = versions_of(edge_index, edge_type)
         self._lock = threading.RLock()
         self._made: dict[Any, Any] = {}
+        #: Of a small graph most tables, on its device; the rest is made on the host for a GPU.
+        self.survey: EdgeSurvey | None = None
+        self._by_host = planned_on_host(edge_type.device, len(edge_type), sum(sizes))
         self._host: RelationalGraph | None = None
-        #: Most tables of a small graph of the CPU; no others are kept there.
-        self.block = torch.empty(0, dtype=torch.int64, device="cpu")
-        on_host = planned_on_host(edge_type.device, len(edge_type), sum(sizes))
-        #: Brings what is made on the host to the device of the graph: of a plan `block`, 136 bytes
-        #: for each edge and 8 for each destination, and some more.
-        chunk_bytes = 176 * len(edge_type) + 16 * sum(sizes) if on_host else 4096
-        self.uploads = Uploads(edge_type.device, chunk_bytes)
+        #: Brings what is made on the host to the device of the graph.
+        self.uploads = Uploads(edge_type.device)
         self._tables = HostTables(self.uploads)
         with planning():
-            if on_host:
-                self._plan_on_host()
-            else:
+            if not self._by_host:
                 self._plan([edge_index[0], edge_index[1], edge_type])
+            elif not self._plan_by_kernel():
+                self._plan_on_host()
         # What plans hold: with plans of its own it would be a cycle, whose memory waits for the
         # garbage collector.
         self._without_plans = copy.copy(self)
         self._plans: dict[Any, Any] = {}
+
+    def _plan_by_kernel(self) -> bool:
+        """Survey the edges where they are, where a kernel does that; the host reads sizes alone."""
+        kernels = gpu_kernels(self.device)
+        if kernels is None or self.node_types is not None:  # types of nodes are of the host
+            return False
+        found = kernels.survey_edges(*self._contiguous(), self._sizes)
+        if found is not None:
+            check_ranges(found.limits, self._sizes)
+            self._take(found)
+        return found is not None
 
     def _plan_on_host(self) -> None:
         """Take order and rows from a graph of the CPU: what they are made of is read once."""
@@ -150,7 +167,27 @@ class RelationalGraph:
         self._host = host = RelationalGraph(
             joined[: 2 * n].view(2, n), joined[2 * n :], sizes, self.num_relations, self.node_types
         )
-        self._tables.share(host.block)
+        if host.survey is not None:
+            self._tables.share(host.survey.block)
+        # Of a plan that block, 136 bytes for each edge and 8 for each destination, and some more.
+        self.uploads.chunk_bytes = 176 * n + 16 * sum(sizes)
+
+    def _on_host(self) -> RelationalGraph:
+        """Return this graph on the CPU: what it made, or what is made of the survey by now."""
+        return self._host or self.once("on host", self._copied)
+
+    def _copied(self) -> RelationalGraph:
+        survey = self.survey
+        assert survey is not None
+        host = _OfSurvey(survey.cpu(), (self.num_src, self.num_dst), self.num_relations)
+        assert host.survey is not None
+        self._tables.share(host.survey.block, survey.block)
+        self.uploads.chunk_bytes = 40 * self.num_edges + 16 * (self.num_src + self.num_dst)
+        return host
+
+    def _made_on_host(self, *spaces: str) -> bool:
+        """Return whether the host makes tables of these spaces, which are uploaded."""
+        return self._by_host and (self.survey is None or not SURVEYED.issuperset(spaces))
 
     @property
     def order(self) -> torch.Tensor:
@@ -163,11 +200,10 @@ class RelationalGraph:
         return self._in_order("_starts")
 
     def _in_order(self, name: str) -> torch.Tensor:
-        host = self._host
-        if host is None:
+        if self._host is None:
             found: torch.Tensor = getattr(self, name)
             return found
-        return self._tables.on_device(getattr(host, name))
+        return self._tables.on_device(getattr(self._host, name))
 
     def _plan(self, columns: list[torch.Tensor]) -> None:
         """Check ranges and put the edges in order."""
@@ -177,7 +213,8 @@ class RelationalGraph:
             self._survey_on_cpu()
             return
         if len(edge_type) and not read_at_once(edge_type.device):
-            self._check_ranges(torch.stack([e for c in columns for e in torch.aminmax(c)]).tolist())
+            ends = torch.stack([e for c in columns for e in torch.aminmax(c)]).tolist()
+            check_ranges(ends, self._sizes)
         self._place(*(c.long() for c in columns))
         if len(edge_type) and read_at_once(edge_type.device):
             self._survey(columns)
@@ -187,21 +224,12 @@ class RelationalGraph:
     def _place(self, src: torch.Tensor, dst: torch.Tensor, kinds: torch.Tensor) -> None:
         """Put the edges in the order of their destinations."""
         if read_at_once(dst.device):  # `_survey` reports what is out of range
-            counts = (self.num_src, self.num_dst, self.num_relations)
             src, dst, kinds = (
-                t.clamp(0, max(n - 1, 0)) for t, n in zip((src, dst, kinds), counts, strict=True)
+                t.clamp(0, max(n - 1, 0))
+                for t, n in zip((src, dst, kinds), self._sizes, strict=True)
             )
         self._order, self._starts = sort(dst, self.num_dst)
         self._src, self._dst, self._type = (t[self._order] for t in (src, dst, kinds))
-
-    def _check_ranges(self, ends: Sequence[int]) -> None:
-        """Raise an error unless lowest and highest of each column, in turn, are in range."""
-        what = ("edge_index[0]", "edge_index[1]", "edge_type")
-        counts = (self.num_src, self.num_dst, self.num_relations)
-        for name, count, low, high in zip(what, counts, ends[::2], ends[1::2], strict=True):
-            if low < 0 or high >= count:
-                wrong = low if low < 0 else high
-                raise IndexRangeError(f"{name} has {wrong}; accepted are 0 to {count - 1}")
 
     def _survey(self, columns: Sequence[torch.Tensor]) -> None:
         """Check ranges and find all pairs, on the device; the host reads once."""
@@ -216,7 +244,7 @@ class RelationalGraph:
         if self.node_types is not None:
             wrong = self.node_types.misplaced(self._src, self._dst, self._type)
         read = torch.cat([ends, starts, *(of_type for *_, of_type in found), wrong]).tolist()
-        self._check_ranges(read[:6])
+        check_ranges(read[:6], self._sizes)
         if self.node_types is not None:
             self.node_types.check_placed(read[-2:])
         size = self.num_relations + 1
@@ -230,22 +258,20 @@ class RelationalGraph:
 
     def _survey_on_cpu(self) -> None:
         """Check ranges, put the edges in order and find all pairs, of a small graph of the CPU."""
-        sizes = (self.num_src, self.num_dst, self.num_relations)
-        edges, types = (t.long().contiguous() for t in (self.edge_index, self.edge_type))
-        found = segment_sums.survey_edges(edges, types, sizes)
-        self._check_ranges(found.limits)
-        self.block = found.block
+        found = segment_sums.survey_edges(*self._contiguous(), self._sizes)
+        check_ranges(found.limits, self._sizes)
+        self._take(found)
+        self._check_types()
+
+    def _contiguous(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ends and relations of the edges as loops and kernels read them."""
+        return self.edge_index.long().contiguous(), self.edge_type.long().contiguous()
+
+    def _take(self, found: EdgeSurvey) -> None:
+        """Take the order of the edges from a survey."""
+        self.survey = found
         self._order, self._starts = found.order, found.starts
         self._src, self._dst, self._type = found.src, found.dst, found.kind
-        self._check_types()
-        n, made = self.num_edges, self._made
-        made["rows edge"] = Rows(n, found.numbers)
-        typed = (found.place, found.by_kind, found.kind_of, found.bounds)
-        made["rows typed_edge"] = Rows(n, *typed)
-        for name, pairs in zip(("src", "dst"), found.pairs, strict=True):
-            of_pairs = (pairs.of_edge, pairs.node, pairs.kind, pairs.bounds)
-            ordered = (pairs.order, pairs.starts)
-            made[f"rows pair_{name}"] = Rows(pairs.bounds[-1], *of_pairs, ordered)
 
     def _check_types(self) -> None:
         """Raise an error for an edge whose nodes have other types than its relation."""
@@ -282,7 +308,7 @@ class RelationalGraph:
         It must not hold the graph.
         """
         known: T | None = self._made.get(key)
-        if known is not None and (self._host is None or not self.uploads.in_block):
+        if known is not None and (not self._by_host or not self.uploads.in_block):
             return known
         return self._kept(self._made, key, make)
 
@@ -293,7 +319,7 @@ class RelationalGraph:
         the memory of all goes when the last user of the graph, or of a plan, is gone.
         """
         known: T | None = self._plans.get(key)
-        if known is not None and (self._host is None or not self.uploads.in_block):
+        if known is not None and (not self._by_host or not self.uploads.in_block):
             return known
         return self._kept(self._plans, key, lambda: make(self._without_plans))
 
@@ -302,12 +328,12 @@ class RelationalGraph:
             if key not in kept:
                 self._check_not_captured()
                 # What a plan of the device uploads is there at once: products may be measured.
-                at_end = contextlib.nullcontext() if self._host is None else self.uploads
+                at_end = self.uploads if self._by_host else contextlib.nullcontext()
                 try:
                     with planning(), at_end:
                         made = make()
                 except BaseException:
-                    if self._host is not None and not self.uploads.in_block:
+                    if self._by_host and not self.uploads.in_block:
                         self._made.clear()  # what was made for it may not have been copied
                         self._tables.clear()
                     raise
@@ -317,11 +343,14 @@ class RelationalGraph:
 
     def row_count(self, space: str) -> int:
         """Return how many rows a space has; nothing is uploaded for it."""
-        return (self._host or self).rows(space).n
+        return self._counted(space).n
 
     def bounds(self, space: str) -> list[int] | None:
         """Return `Rows.bounds` of a space; nothing is uploaded for it."""
-        return (self._host or self).rows(space).bounds
+        return self._counted(space).bounds
+
+    def _counted(self, space: str) -> Rows | UploadedRows:
+        return (self._on_host() if self._made_on_host(space) else self).rows(space)
 
     def _check_not_captured(self) -> None:
         """Raise an error while a CUDA graph is captured: a plan would have no values before it."""
@@ -336,10 +365,13 @@ class RelationalGraph:
         return self.once(f"rows {space}", lambda: self._make_rows(space))
 
     def _make_rows(self, space: str) -> Rows | UploadedRows:
-        if self._host is not None:
-            rows = self._host.rows(space)
+        if self._made_on_host(space):
+            rows = self._on_host().rows(space)
             assert isinstance(rows, Rows)
             return UploadedRows(rows, self._tables)
+        found = None if self.survey is None else rows_of_survey(self.survey, space)
+        if found is not None:
+            return found
         if space in ("src", "dst"):
             ordered = None
             if space == "dst":
@@ -419,8 +451,11 @@ class RelationalGraph:
         """Return the row of `source` that each row of `to` takes its value from: int64 ``[n]``."""
         if to == "edge":
             return self.rows(source).of_edge
-        if source in TYPE_SPACES or (self._host is not None and to == "typed_edge"):
+        if source in TYPE_SPACES or (self._by_host and to == "typed_edge"):
             return self.once(f"{source} of {to}", lambda: self._index_of(source, to))
+        return self._plain_index_of(source, to)
+
+    def _plain_index_of(self, source: str, to: str) -> torch.Tensor:
         rows = self.rows(to)
         if source == "edge" or to == "typed_edge":
             assert to == "typed_edge" and rows.node is not None
@@ -431,8 +466,10 @@ class RelationalGraph:
 
     def _index_of(self, source: str, to: str) -> torch.Tensor:
         """Return the type, at one end of edges, of each row of a space, or what the host makes."""
-        if self._host is not None:
-            return self.uploads.of([self._host.gather_index(source, to)])[0]
+        if self._made_on_host(source, to):
+            return self.uploads.of([self._on_host().gather_index(source, to)])[0]
+        if source not in TYPE_SPACES:
+            return self._plain_index_of(source, to)
         assert self.node_types is not None
         kinds = self.rows(to).relation
         if to == TYPE_SPACES[source]:
@@ -473,15 +510,12 @@ class RelationalGraph:
         return count
 
     def _make_hop(self, name: str) -> Hop:
-        if self._host is not None:
-            return UploadedHop(self._host.hop(name), self._tables)
+        if self._made_on_host(*_spaces_of(name)):
+            return UploadedHop(self._on_host().hop(name), self._tables)
         edges = self.rows("edge").of_edge
         if name.startswith("gather:"):
             to, source = name.removeprefix("gather:").split("<")
-            index = self.gather_index(source, to)
-            rows = torch.arange(len(index), device=self.device)
-            ones, sizes = torch.full_like(index, -1), (len(index), self.rows(source).n)
-            return Hop(rows, index, ones, *sizes, self.num_edges)
+            return GatherHop(self.gather_index(source, to), self.row_count(source), self.num_edges)
         if "<" in name:
             left, right = (self.rows(space) for space in name.split("<"))
             assert isinstance(left, Rows) and isinstance(right, Rows)
@@ -518,12 +552,14 @@ class RelationalGraph:
         """Return 1 / (edges of the pair of destination and relation) ``[n]`` of rows of a space."""
 
         def make() -> torch.Tensor:
-            if self._host is not None:
-                return self.uploads.of([self._host.inverse_counts(dtype, space)])[0]
+            if self._made_on_host(space):
+                return self.uploads.of([self._on_host().inverse_counts(dtype, space)])[0]
             if space != "pair_dst":
                 of_pairs = self.inverse_counts(dtype)
                 return of_pairs.index_select(0, self.gather_index("pair_dst", space))
             rows = self.rows("pair_dst")
+            if isinstance(rows, Rows) and rows.ordered is not None:
+                return rows.ordered[1].diff().to(dtype).reciprocal()
             ones = torch.ones_like(rows.of_edge)
             return ones.new_zeros(rows.n).scatter_add_(0, rows.of_edge, ones).to(dtype).reciprocal()
 
@@ -536,54 +572,24 @@ class RelationalGraph:
         )
 
 
+class _OfSurvey(RelationalGraph):
+    """A graph of the CPU, whose edges were surveyed elsewhere."""
+
+    def __init__(self, found: EdgeSurvey, sizes: tuple[int, int], num_relations: int) -> None:
+        self._found = found
+        super().__init__(torch.stack([found.src, found.dst]), found.kind, sizes, num_relations)
+
+    def _plan(self, columns: list[torch.Tensor]) -> None:
+        self._take(self._found)
+
+
+def _spaces_of(name: str) -> list[str]:
+    """Return the spaces that a matrix is made of."""
+    if "<" in name:
+        return name.removeprefix("gather:").split("<")
+    return [name.partition(":")[2]]
+
+
 def _sides(space: str) -> list[bool]:
     """Return for each relation of a mixed space whether it has pairs of destinations."""
     return [digit == "1" for digit in space.rpartition(":")[2]]
-
-
-_graphs = KeptByTensors()
-
-
-def graph_of(
-    edge_index: torch.Tensor,
-    edge_type: torch.Tensor,
-    num_nodes: tuple[int, int],
-    num_relations: int,
-    node_types: NodeTypes | None = None,
-) -> RelationalGraph:
-    """Return the graph of plain tensors: that of an earlier call, if they did not change since."""
-    return _graphs.find(
-        (edge_index, edge_type),
-        (num_nodes, num_relations, node_types),
-        lambda: RelationalGraph(edge_index, edge_type, num_nodes, num_relations, node_types),
-    )
-
-
-def forget_graph(graph: RelationalGraph) -> None:
-    """Keep a graph of `graph_of` no longer."""
-    _graphs.forget(graph)
-
-
-def _check(
-    edge_index: torch.Tensor, edge_type: torch.Tensor, sizes: tuple[int, ...], num_relations: int
-) -> None:
-    for name, t in (("edge_index", edge_index), ("edge_type", edge_type)):
-        if not isinstance(t, torch.Tensor) or t.is_floating_point() or t.dtype is torch.bool:
-            kind = t.dtype if isinstance(t, torch.Tensor) else type(t).__name__
-            raise ArgumentTypeError(f"{name} is {kind}; accepted are tensors of integers")
-    if edge_index.ndim != 2 or edge_index.shape[0] != 2:
-        raise ArgumentError(f"edge_index has shape {list(edge_index.shape)}; accepted is [2, E]")
-    if edge_type.shape != edge_index.shape[1:]:
-        raise ArgumentError(
-            f"edge_type has shape {list(edge_type.shape)}; accepted is [{edge_index.shape[1]}], "
-            "a type for each edge"
-        )
-    if edge_type.device != edge_index.device:
-        raise ArgumentTypeError(
-            f"edge_type is on {edge_type.device}, edge_index on {edge_index.device}; accepted is "
-            "one device for both"
-        )
-    if len(sizes) != 2 or any(not isinstance(n, int) or n < 0 for n in sizes):
-        raise ArgumentError(f"num_nodes is {sizes}; accepted are an integer >= 0, or two of them")
-    if not isinstance(num_relations, int) or num_relations < 0:
-        raise ArgumentError(f"num_relations is {num_relations}; accepted is an integer >= 0")

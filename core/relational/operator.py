@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from ..errors import ArgumentTypeError
-from .graph import RelationalGraph, forget_graph, graph_of
+from .graph import RelationalGraph
+from .kept_graphs import forget_graph, graph_of
 from .node_types import NodeTypes
 from .packed_changes import Packed
 from .plan_memory import PlanMemoryError

@@ -10,6 +10,7 @@ import torch
 
 from ..engine.kernels.cpu import segment_sums
 from ..engine.kernels.cpu.typed_products import BLOCK_ROWS
+from ..engine.kernels.edge_survey import EdgeSurvey
 from ..engine.kernels.uploads import Uploads
 from .plan_memory import planning
 
@@ -32,6 +33,9 @@ def length_of_batch(counts: Sequence[int]) -> int | None:
     few = len(counts) < BATCH_RELATIONS or not 0 < n <= BLOCK_ROWS
     return None if few or len(counts) * length > 2 * n else length
 
+
+#: Spaces whose rows, and matrices between two of which, a survey of the edges has.
+SURVEYED = frozenset(("src", "dst", "edge", "relation", "typed_edge", "pair_src", "pair_dst"))
 
 #: Three arrays of the entries of a sparse matrix.
 Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -70,6 +74,20 @@ class Rows:
         return sort(self.of_edge, self.n) if self.ordered is None else self.ordered
 
 
+def rows_of_survey(found: EdgeSurvey, space: str) -> Rows | None:
+    """Return the rows of edges or pairs that a survey has found, None for another space."""
+    if space == "edge":
+        return Rows(len(found.numbers), found.numbers)
+    if space == "typed_edge":
+        typed = (found.place, found.by_kind, found.kind_of, found.bounds)
+        return Rows(len(found.numbers), *typed)
+    if space not in ("pair_src", "pair_dst"):
+        return None
+    pairs = found.pairs[space == "pair_dst"]
+    ordered = (pairs.order, pairs.starts)
+    return Rows(pairs.bounds[-1], pairs.of_edge, pairs.node, pairs.kind, pairs.bounds, ordered)
+
+
 class HostTables:
     """Tables of a graph of the CPU on a device: each is uploaded when it is asked for first.
 
@@ -87,9 +105,9 @@ class HostTables:
         self._block, self._block_at = torch.empty(0, dtype=torch.int64, device="cpu"), 0
         self._block_there: torch.Tensor | None = None
 
-    def share(self, block: torch.Tensor) -> None:
-        """Upload tables that are part of a block of int64 with all of it."""
-        self._block, self._block_at = block, block.data_ptr()
+    def share(self, block: torch.Tensor, there: torch.Tensor | None = None) -> None:
+        """Upload tables that are part of a block of int64 with all of it, unless it is there."""
+        self._block, self._block_at, self._block_there = block, block.data_ptr(), there
 
     def on_device(self, table: torch.Tensor) -> torch.Tensor:
         """Return a table of the CPU on the device."""
@@ -224,6 +242,31 @@ class EdgeHop(Hop):
             return starts, columns.of_edge, order
         own = columns.of_edge is self._edges
         return starts, order if own else columns.of_edge[order], order
+
+
+class GatherHop(Hop):
+    """A matrix with an entry of weight 1 for each row, in order: what it takes its value from.
+
+    Parameters
+    ----------
+    index : torch.Tensor
+        int64 ``[n]``: the column of each row, or NO_NODE.
+    source_rows, n_edges : int
+        As of `Hop`.
+    """
+
+    def __init__(self, index: torch.Tensor, source_rows: int, n_edges: int) -> None:
+        n = len(index)
+        self._starts = torch.arange(n + 1, device=index.device)
+        ones = torch.full_like(index, -1)
+        super().__init__(self._starts[:n], index, ones, n, source_rows, n_edges)
+
+    def _sorted(self, transposed: bool) -> Entries:
+        _, index, ones = self._entries
+        if not transposed:
+            return self._starts, index, ones
+        order, starts = sort(index, self.source_rows)
+        return starts, order, ones
 
 
 class UploadedHop(Hop):

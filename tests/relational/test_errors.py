@@ -19,7 +19,7 @@ from bitslab.errors import (
     IndexRangeError,
     ModifiedInPlaceError,
 )
-from bitslab.relational import graph, rows
+from bitslab.relational import kept_graphs, rows
 from tests.relational.oracle import random_graph
 from tests.relational.programs import arithmetic, inputs_of, rgcn
 
@@ -286,8 +286,8 @@ def test_what_is_kept_by_tensors_is_found_by_objects_and_by_memory():
 
 def test_the_graphs_of_more_than_eight_batches_are_found_again():
     batches = [(torch.randint(12, (2, 60)), torch.randint(4, (60,))) for _ in range(40)]
-    first = [graph.graph_of(*batch, (12, 12), 4) for batch in batches]
-    again = [graph.graph_of(*batch, (12, 12), 4) for batch in batches]
+    first = [kept_graphs.graph_of(*batch, (12, 12), 4) for batch in batches]
+    again = [kept_graphs.graph_of(*batch, (12, 12), 4) for batch in batches]
     assert list(map(id, again)) == list(map(id, first))
 
 

@@ -24,6 +24,7 @@ from bitslab.relational import (
     product_ways,
     type_sums,
 )
+from bitslab.relational.gpu_kernels import gpu_kernels
 from bitslab.relational.program import tf32_allowed
 from bitslab.relational.steps import Costs
 from tests.relational.oracle import evaluate, random_graph
@@ -361,10 +362,10 @@ def test_kernels_that_fail_leave_the_work_to_torch(monkeypatch):
         raise RuntimeError("NVRTC is not there")
 
     monkeypatch.setattr("bitslab.engine.kernels.cuda.kernels_on", fail)
-    execute.gpu_kernels.cache_clear()
+    gpu_kernels.cache_clear()
     with pytest.warns(UserWarning, match="run torch's operators.*NVRTC is not there"):
-        assert execute.gpu_kernels(torch.device("cuda", 0)) is None
-    execute.gpu_kernels.cache_clear()
+        assert gpu_kernels(torch.device("cuda", 0)) is None
+    gpu_kernels.cache_clear()
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import itertools
@@ -18,16 +19,29 @@ from hypothesis import strategies as st
 
 import bitslab.relational as rel
 from bitslab.engine.kernels import uploads
+from bitslab.engine.kernels.cuda import CudaKernels
+from bitslab.engine.kernels.cuda.survey import MOST_ENTRIES
 from bitslab.engine.kernels.cuda.typed_gemm import TypedTiles
+from bitslab.engine.kernels.edge_survey import EdgeSurvey
 from bitslab.engine.kernels.uploads import Uploads
 from bitslab.errors import ArgumentError, IndexRangeError
-from bitslab.relational import NodeTypes, Passes, RelationalGraph, graph, product_ways
+from bitslab.relational import (
+    NodeTypes,
+    Passes,
+    RelationalGraph,
+    execute,
+    graph,
+    product_ways,
+)
+from bitslab.relational.rows import Rows, UploadedRows
+from bitslab.relational.steps import COSTS
 from bitslab.relational.type_sums import levels_of
 from tests.relational.oracle import random_graph
 from tests.relational.programs import PROGRAMS, inputs_of
 from tests.relational.test_node_types import hgt, typed_graph
 from tests.relational.test_node_types import inputs_of as typed_inputs
 from tests.relational.test_program import values_and_gradients
+from tests.simt.runner import simt_kernels
 
 
 class LateUploads(Uploads):
@@ -38,8 +52,13 @@ class LateUploads(Uploads):
             return [self._placed(table) for table in tables]
 
 
-def made_on_host(monkeypatch: pytest.MonkeyPatch, *given: Any) -> RelationalGraph:
-    """Return a graph whose plan another one, of the host, makes, as those of a GPU are."""
+def made_on_host(
+    monkeypatch: pytest.MonkeyPatch, *given: Any, kernels: CudaKernels | None = None
+) -> RelationalGraph:
+    """Return a graph as those of a GPU are, whose edges its kernels survey.
+
+    What they do not find another one, of the host, makes; without kernels all.
+    """
     once, of_host = iter([True]), iter([LateUploads])
     monkeypatch.setattr(
         uploads, "_page_locked", lambda n: torch.zeros(n, dtype=torch.uint8, device="cpu")
@@ -53,8 +72,22 @@ def made_on_host(monkeypatch: pytest.MonkeyPatch, *given: Any) -> RelationalGrap
     monkeypatch.setattr(torch, "empty", filled)
     with monkeypatch.context() as patched:
         patched.setattr(graph, "planned_on_host", lambda *sizes: next(once, False))
+        patched.setattr(graph, "gpu_kernels", lambda device: kernels)
         patched.setattr(graph, "Uploads", lambda *a, **k: next(of_host, Uploads)(*a, **k))
         return RelationalGraph(*given)
+
+
+@functools.cache
+def simt() -> CudaKernels:
+    return simt_kernels()[0]
+
+
+#: Of a small graph of a GPU: all is made by the host, or edges are surveyed by a kernel.
+BY_HOST_AND_KERNEL = pytest.mark.parametrize("surveyed", [False, True], ids=["host", "kernel"])
+
+
+def kernels_if(surveyed: bool) -> CudaKernels | None:
+    return simt() if surveyed else None
 
 
 def outputs_of(
@@ -180,18 +213,119 @@ def test_steps_hold_no_graph() -> None:
     assert held() is None
 
 
+@BY_HOST_AND_KERNEL
 @pytest.mark.parametrize("passes", [Passes(), Passes(sides=True)], ids=["default", "sides"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_plan_that_the_host_makes_is_that_of_the_graph(
-    name: str, passes: Passes, monkeypatch: pytest.MonkeyPatch
+def test_a_plan_of_a_gpu_is_that_of_the_graph(
+    name: str, passes: Passes, surveyed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plain = random_graph(3, 60, 60, 200, 4)
-    made = made_on_host(monkeypatch, plain.edge_index, plain.edge_type, 60, 4)
+    given = (plain.edge_index, plain.edge_type, 60, 4)
+    made = made_on_host(monkeypatch, *given, kernels=kernels_if(surveyed))
+    assert (made.survey is not None) == surveyed
     inputs = inputs_of(name, plain, torch.float64)
     found = outputs_of(PROGRAMS[name].compile(passes), made, inputs)
     expected = outputs_of(PROGRAMS[name].compile(passes), plain, inputs)
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
+
+
+def counted_copies(monkeypatch: pytest.MonkeyPatch) -> list[EdgeSurvey]:
+    """Return the surveys that are copied to the host from now on."""
+    copied: list[EdgeSurvey] = []
+    plain = EdgeSurvey.cpu
+
+    def copy(found: EdgeSurvey) -> EdgeSurvey:
+        copied.append(found)
+        return plain(found)
+
+    monkeypatch.setattr(EdgeSurvey, "cpu", copy)
+    return copied
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_layers_need_of_a_surveyed_graph_is_on_its_device(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Kernels run the steps, so that they are those of a GPU.
+    monkeypatch.setattr(execute, "gpu_kernels", lambda device: simt())
+    monkeypatch.setitem(COSTS, "cpu", COSTS["cuda"])
+    copied = counted_copies(monkeypatch)
+    plain = random_graph(3, 60, 60, 200, 6)
+    given = (plain.edge_index, plain.edge_type, 60, 6)
+    made = made_on_host(monkeypatch, *given, kernels=simt())
+    inputs = inputs_of(name, plain, torch.float32)
+    found = outputs_of(PROGRAMS[name].compile(), made, inputs)
+    assert not copied
+    for a, b in zip(found, outputs_of(PROGRAMS[name].compile(), plain, inputs), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_survey_is_copied_once_for_all_that_the_host_makes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    copied = counted_copies(monkeypatch)
+    plain = random_graph(3, 60, 60, 200, 4)
+    given = (plain.edge_index, plain.edge_type, 60, 4)
+    made = made_on_host(monkeypatch, *given, kernels=simt())
+    for name in ("mixed:0110", "mixed:1010"):
+        found, expected = made.rows(name), plain.rows(name)
+        assert isinstance(found, UploadedRows) and isinstance(expected, Rows)
+        assert torch.equal(found.of_edge, expected.of_edge)
+        for hop in (f"in:{name}", f"out:{name}", f"gather:{name}<src"):
+            for transposed in (False, True):
+                these, those = made.hop(hop).by_row(transposed), plain.hop(hop).by_row(transposed)
+                assert all(map(torch.equal, these, those))
+    assert len(copied) == 1
+    # Parts of the survey are not uploaded.
+    survey = made.survey
+    assert survey is not None
+    at = made.hop("in:mixed:0110").entries()[2].data_ptr() - survey.block.data_ptr()
+    assert not 0 <= at < survey.block.nbytes
+    host = made._on_host()
+    assert made._tables.on_device(host.order).data_ptr() == survey.order.data_ptr()
+
+
+def test_products_of_both_sides_copy_a_survey_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied = counted_copies(monkeypatch)
+    draw = torch.Generator().manual_seed(0)
+    few, many = (torch.randint(n, (200,), generator=draw) for n in (4, 60))
+    edges = torch.cat([torch.stack([few, many]), torch.stack([many, few])], 1)
+    types = torch.arange(2).repeat_interleave(200)
+    plain = RelationalGraph(edges, types, 60, 2)
+    made = made_on_host(monkeypatch, edges, types, 60, 2, kernels=simt())
+    inputs = inputs_of("rgcn", plain, torch.float64)
+    compiled = PROGRAMS["rgcn"].compile(Passes(sides=True))
+    found, expected = (outputs_of(compiled, each, inputs) for each in (made, plain))
+    assert any("mixed:" in str(key) for key in made._made) and len(copied) == 1
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_edges_in_any_layout_are_surveyed(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = random_graph(3, 60, 50, 200, 4)
+    edges = plain.edge_index.to(dtype).t().contiguous().t()
+    types = plain.edge_type.to(dtype).repeat_interleave(2)[::2]
+    assert not edges.is_contiguous() and not types.is_contiguous()
+    made = made_on_host(monkeypatch, edges, types, (60, 50), 4, kernels=simt())
+    assert made.survey is not None
+    for space in ("src", "dst", "pair_src", "pair_dst", "typed_edge"):
+        assert torch.equal(made.rows(space).of_edge, plain.rows(space).of_edge)
+    assert torch.equal(made.order, plain.order) and torch.equal(made.starts, plain.starts)
+
+
+def test_a_graph_that_does_not_fit_the_kernel_is_planned_by_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = random_graph(3, 60, 60, 200, 4)
+    relations = MOST_ENTRIES + 1
+    given = (plain.edge_index, plain.edge_type, 60, relations)
+    made = made_on_host(monkeypatch, *given, kernels=simt())
+    assert made.survey is None
+    assert made.rows("pair_src").n == plain.rows("pair_src").n
 
 
 @pytest.mark.parametrize("biased", [False, True])
@@ -200,7 +334,8 @@ def test_types_of_nodes_are_those_of_the_host(
 ) -> None:
     plain = typed_graph(sizes=(9, 6, 3), edges=60)
     given = (plain.edge_index, plain.edge_type, plain.num_src, plain.num_relations)
-    made = made_on_host(monkeypatch, *given, plain.node_types)
+    made = made_on_host(monkeypatch, *given, plain.node_types, kernels=simt())
+    assert made.survey is None
     inputs = dict(enumerate(typed_inputs(plain, 2, biased)))
     compiled = hgt(2, biased)
     found, expected = (
@@ -211,18 +346,23 @@ def test_types_of_nodes_are_those_of_the_host(
         assert torch.equal(a, b)
 
 
-def test_a_thread_waits_for_what_another_has_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+@BY_HOST_AND_KERNEL
+def test_a_thread_waits_for_what_another_has_not_copied(
+    surveyed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     plain = random_graph(3, 60, 60, 200, 4)
-    made = made_on_host(monkeypatch, plain.edge_index, plain.edge_type, 60, 4)
+    given = (plain.edge_index, plain.edge_type, 60, 4)
+    made = made_on_host(monkeypatch, *given, kernels=kernels_if(surveyed))
     inside, go = threading.Event(), threading.Event()
 
     def plan(rows: RelationalGraph) -> bool:
-        found.append(rows.order)
-        rows.rows("pair_src"), rows.hop("dst<edge").by_row(False)
+        found.append(rows.rows("mixed:0110").of_edge)
+        rows.order, rows.rows("pair_src"), rows.hop("dst<edge").by_row(False)
         inside.set()
         return go.wait(30)
 
     def read() -> None:
+        found.append(made.rows("mixed:0110").of_edge.clone())
         found.append(made.order.clone())
         found.append(made.rows("pair_src").of_edge.clone())
         found.append(made.hop("dst<edge").by_row(False)[0].clone())
@@ -237,8 +377,10 @@ def test_a_thread_waits_for_what_another_has_not_copied(monkeypatch: pytest.Monk
     go.set()
     for thread in threads:
         thread.join()
+    mixed = plain.rows("mixed:0110").of_edge
     expected = (
-        plain.order,
+        mixed,
+        mixed,
         plain.order,
         plain.rows("pair_src").of_edge,
         plain.hop("dst<edge").by_row(False)[0],
@@ -247,10 +389,14 @@ def test_a_thread_waits_for_what_another_has_not_copied(monkeypatch: pytest.Monk
         assert torch.equal(a, b)
 
 
-def test_what_was_not_copied_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@BY_HOST_AND_KERNEL
+def test_what_was_not_copied_is_not_kept(surveyed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     plain = random_graph(3, 60, 60, 200, 4)
-    made = made_on_host(monkeypatch, plain.edge_index, plain.edge_type, 60, 4)
-    inputs = inputs_of("rgat", plain, torch.float64)
+    given = (plain.edge_index, plain.edge_type, 60, 4)
+    made = made_on_host(monkeypatch, *given, kernels=kernels_if(surveyed))
+    if surveyed:  # what is uploaded then is of products that kernels run
+        monkeypatch.setattr(execute, "gpu_kernels", lambda device: simt())
+    inputs = inputs_of("rgat", plain, torch.float32)
     compiled = PROGRAMS["rgat"].compile()
 
     def fail(chunk: Any) -> None:
@@ -324,13 +470,19 @@ def test_no_product_is_measured_while_a_plan_is_made() -> None:
     assert graph.HOST_ROWS < product_ways.LARGE_ROWS
 
 
-def test_what_the_host_reads_is_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    edges, types = torch.tensor([[0, 1], [1, 9]]), torch.tensor([0, 1])
+@BY_HOST_AND_KERNEL
+def test_what_the_host_reads_is_checked(surveyed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    edges, types = torch.tensor([[0, 1], [1, 9]]), torch.tensor([0, -1])
+    kernels = kernels_if(surveyed)
     with pytest.raises(IndexRangeError, match=r"edge_index\[1\] has 9; accepted are 0 to 4"):
-        made_on_host(monkeypatch, edges, types, 5, 2)
+        made_on_host(monkeypatch, edges, types, 5, 2, kernels=kernels)
     edges[1, 1] = 0
+    with pytest.raises(IndexRangeError, match=r"edge_type has -1; accepted are 0 to 1"):
+        made_on_host(monkeypatch, edges, types, 5, 2, kernels=kernels)
+    types[1] = 1
     with pytest.raises(ArgumentError, match="1 edges have a source of another type"):
-        made_on_host(monkeypatch, edges, types, 5, 2, NodeTypes((0, 1, 5), (0, 0), (1, 0)))
+        of_nodes = NodeTypes((0, 1, 5), (0, 0), (1, 0))
+        made_on_host(monkeypatch, edges, types, 5, 2, of_nodes, kernels=kernels)
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["mixed", "padded"])

@@ -111,8 +111,8 @@ class EdgeSurvey(NamedTuple):
         width = column_length(n_edges)
         n_columns = EDGE_COLUMNS + 2 * PAIR_COLUMNS
         # As few operators as can be: a survey of a sampled block takes not much longer than these.
-        columns = block.narrow(0, 0, n_columns * width).view(n_columns, width)
-        columns = columns.narrow(1, 0, n_edges).unbind()
+        table = block.narrow(0, 0, n_columns * width).view(n_columns, width)
+        columns = table.narrow(1, 0, n_edges).unbind()
         order, src, dst, kind, numbers, place, kind_of = columns[:EDGE_COLUMNS]
         pairs = []
         for first, at in zip((EDGE_COLUMNS, EDGE_COLUMNS + PAIR_COLUMNS), of_sides, strict=True):

@@ -54,7 +54,7 @@ class Uploads:
     """
 
     def __init__(self, device: torch.device, chunk_bytes: int = 4096) -> None:
-        self.device, self._chunk_bytes = device, chunk_bytes
+        self.device, self.chunk_bytes = device, chunk_bytes
         self._lock, self._depth = threading.RLock(), 0
         self._chunk: _Chunk | None = None
 
@@ -93,7 +93,7 @@ class Uploads:
         if chunk is None or not chunk.takes(n_bytes):
             if chunk is not None:
                 chunk.copy()
-            chunk = self._chunk = _Chunk(self.device, max(n_bytes, self._chunk_bytes))
+            chunk = self._chunk = _Chunk(self.device, max(n_bytes, self.chunk_bytes))
         return chunk.placed(table, n_bytes)
 
 
