@@ -97,7 +97,11 @@ def sizes() -> dict[str, Table]:
                     "graph and plan ms": planned,
                 }
             )
-    files = {"typed products": "typed_gemm", "sums, dots, softmax": "segment_sums"}
+    files = {
+        "typed products": "typed_gemm",
+        "sums, dots, softmax": "segment_sums",
+        "edges in order": "survey",
+    }
     cuda = [
         {"kernels": what, "file": f"{file}.cu", "lines with what it includes": _lines(file)}
         for what, file in files.items()

@@ -10,7 +10,7 @@ import torch
 import bitslab
 import bitslab.relational as rel
 from bitslab.engine.kernels.typed_products import SCHEDULES
-from bitslab.errors import ArgumentError
+from bitslab.errors import ArgumentError, IndexRangeError
 from bitslab.relational import Passes, RelationalGraph, product_ways
 from bitslab.relational.steps import Costs
 from tests.gpu import counted_waits, waiting_raises
@@ -143,6 +143,35 @@ def test_a_small_graph_is_read_once(name):
     assert len(waits) == 1
     with waiting_raises():
         run(program, graph, inputs)
+
+
+@pytest.mark.parametrize("sides", [None, True], ids=["default", "sides"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_graph_that_its_gpu_surveys_gives_the_bits_of_one_of_the_host(name, sides, monkeypatch):
+    plain = random_graph(0, 300, 300, 2000, 12)
+    surveyed = on_gpu(plain)
+    with monkeypatch.context() as patched:
+        patched.setattr("bitslab.relational.graph.gpu_kernels", lambda device: None)
+        by_host = on_gpu(plain)
+    assert surveyed.survey is not None and by_host.survey is None
+    inputs = {k: x.cuda() for k, x in inputs_of(name, plain, torch.float32).items()}
+    passes = Passes() if sides is None else Passes(sides=sides)
+    found, expected = (run(PROGRAMS[name].compile(passes), g, inputs) for g in (surveyed, by_host))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("edges", "types", "message"),
+    [
+        ([[0, 5], [1, 1]], [0, 1], r"edge_index\[0\] has 5; accepted are 0 to 4"),
+        ([[0, 1], [-3, 9]], [0, 1], r"edge_index\[1\] has -3; accepted are 0 to 4"),
+        ([[0, 1], [1, 1]], [0, 2], r"edge_type has 2; accepted are 0 to 1"),
+    ],
+)
+def test_edges_out_of_range_are_refused(edges, types, message):
+    with pytest.raises(IndexRangeError, match=message):
+        RelationalGraph(torch.tensor(edges).cuda(), torch.tensor(types).cuda(), 5, 2)
 
 
 def test_a_plan_inside_a_capture_is_refused():

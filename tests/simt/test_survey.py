@@ -96,6 +96,9 @@ def test_keys_up_to_the_most_that_fit() -> None:
     st.sampled_from([-(1 << 40), -1, 0, 3, 1 << 20, 1 << 40]),
     st.integers(0, 79),
 )
+@example(40, 0, 7, 20)  # the first number that is too high, of each column
+@example(40, 1, 5, 20)
+@example(40, 2, 3, 20)
 def test_limits_are_those_of_all_columns(n: int, column: int, value: int, at: int) -> None:
     sizes = (7, 5, 3)
     ends, kinds = drawn(n, n, sizes)
