@@ -38,7 +38,6 @@ from .node_types import TYPE_SPACES, NodeTypes
 from .plan_memory import planning
 from .rows import (
     NO_NODE,
-    SURVEYED,
     EdgeHop,
     GatherHop,
     Hop,
@@ -133,6 +132,7 @@ class RelationalGraph:
         self._made: dict[Any, Any] = {}
         #: Of a small graph most tables, on its device; the rest is made on the host for a GPU.
         self.survey: EdgeSurvey | None = None
+        self._surveyed: dict[str, Rows] = {}
         self._by_host = planned_on_host(edge_type.device, len(edge_type), sum(sizes))
         self._host: RelationalGraph | None = None
         #: Brings what is made on the host to the device of the graph.
@@ -187,7 +187,7 @@ class RelationalGraph:
 
     def _made_on_host(self, *spaces: str) -> bool:
         """Return whether the host makes tables of these spaces, which are uploaded."""
-        return self._by_host and (self.survey is None or not SURVEYED.issuperset(spaces))
+        return self._by_host and not self._surveyed.keys() >= {*spaces}
 
     @property
     def order(self) -> torch.Tensor:
@@ -268,10 +268,13 @@ class RelationalGraph:
         return self.edge_index.long().contiguous(), self.edge_type.long().contiguous()
 
     def _take(self, found: EdgeSurvey) -> None:
-        """Take the order of the edges from a survey."""
+        """Take the order of the edges, and rows, from a survey."""
         self.survey = found
         self._order, self._starts = found.order, found.starts
         self._src, self._dst, self._type = found.src, found.dst, found.kind
+        self._surveyed = rows_of_survey(found, self.num_src)
+        if self.node_types is not None:
+            del self._surveyed["src"], self._surveyed["dst"]
 
     def _check_types(self) -> None:
         """Raise an error for an edge whose nodes have other types than its relation."""
@@ -362,16 +365,14 @@ class RelationalGraph:
 
     def rows(self, space: str) -> Rows | UploadedRows:
         """Return the rows of a space."""
-        return self.once(f"rows {space}", lambda: self._make_rows(space))
+        found = self._surveyed.get(space)
+        return found or self.once(f"rows {space}", lambda: self._make_rows(space))
 
     def _make_rows(self, space: str) -> Rows | UploadedRows:
         if self._made_on_host(space):
             rows = self._on_host().rows(space)
             assert isinstance(rows, Rows)
             return UploadedRows(rows, self._tables)
-        found = None if self.survey is None else rows_of_survey(self.survey, space)
-        if found is not None:
-            return found
         if space in ("src", "dst"):
             ordered = None
             if space == "dst":

@@ -34,9 +34,6 @@ def length_of_batch(counts: Sequence[int]) -> int | None:
     return None if few or len(counts) * length > 2 * n else length
 
 
-#: Spaces whose rows, and matrices between two of which, a survey of the edges has.
-SURVEYED = frozenset(("src", "dst", "edge", "relation", "typed_edge", "pair_src", "pair_dst"))
-
 #: Three arrays of the entries of a sparse matrix.
 Entries = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -74,18 +71,28 @@ class Rows:
         return sort(self.of_edge, self.n) if self.ordered is None else self.ordered
 
 
-def rows_of_survey(found: EdgeSurvey, space: str) -> Rows | None:
-    """Return the rows of edges or pairs that a survey has found, None for another space."""
-    if space == "edge":
-        return Rows(len(found.numbers), found.numbers)
-    if space == "typed_edge":
-        typed = (found.place, found.by_kind, found.kind_of, found.bounds)
-        return Rows(len(found.numbers), *typed)
-    if space not in ("pair_src", "pair_dst"):
-        return None
-    pairs = found.pairs[space == "pair_dst"]
-    ordered = (pairs.order, pairs.starts)
-    return Rows(pairs.bounds[-1], pairs.of_edge, pairs.node, pairs.kind, pairs.bounds, ordered)
+def rows_of_survey(found: EdgeSurvey, n_src: int) -> dict[str, Rows]:
+    """Return the rows of the spaces that a survey has found, of nodes without types.
+
+    Parameters
+    ----------
+    found : EdgeSurvey
+        The survey.
+    n_src : int
+        Source nodes.
+    """
+    n = len(found.numbers)
+    rows = {
+        "src": Rows(n_src, found.src),
+        "dst": Rows(len(found.starts) - 1, found.dst, ordered=(found.numbers, found.starts)),
+        "edge": Rows(n, found.numbers),
+        "relation": Rows(len(found.bounds) - 1, found.kind),
+        "typed_edge": Rows(n, found.place, found.by_kind, found.kind_of, found.bounds),
+    }
+    for name, pairs in zip(("pair_src", "pair_dst"), found.pairs, strict=True):
+        of_pairs = (pairs.of_edge, pairs.node, pairs.kind, pairs.bounds)
+        rows[name] = Rows(len(pairs.node), *of_pairs, ordered=(pairs.order, pairs.starts))
+    return rows
 
 
 class HostTables:
