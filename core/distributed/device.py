@@ -41,7 +41,7 @@ from .faults import ExchangeError, Faults, cause_of
 from .helpers import Helper
 from .layout import Layout, Rows, memory_of, sizes_of_tables
 from .stats import Counters
-from .streams import keep_on_current
+from .streams import keep_on_current, on_host
 from .wire import DESCRIPTOR_BYTES, Turn
 from .work import error_of, not_begun, refuse_to_wait, this_thread
 
@@ -531,7 +531,7 @@ class DeviceExchange:
         self._faults.stage(
             "sizes", lambda: distributed_c10d.all_to_all_single(found, said, group=group)
         )
-        of_ranks = found.tolist()
+        of_ranks = on_host(found, self._helper.words_on_host).tolist()
         checks, come = self._agreement.sizes_of([row[0] for row in of_ranks], self._faults)
         sized = time.perf_counter()
         counters.sizes_s += sized - started

@@ -13,6 +13,7 @@ from ..errors import CorruptedDataError
 from .device_parts import Came, Coder, Places, bytes_of
 from .layout import Layout, Rows
 from .messages import Array, Fields, on_device
+from .streams import on_host
 from .wire import BY_ID_HEADER, PART_SIZE
 
 
@@ -140,7 +141,7 @@ class DeviceReader:
         if not pieces:
             return np.empty(0, np.uint8)
         joined = torch.cat(list(pieces)) if len(pieces) > 1 else pieces[0]
-        found: Array = np.frombuffer(joined.cpu().numpy().tobytes(), np.uint8)
+        found: Array = on_host(joined).numpy()
         return found
 
     def _fields(self, came: Sequence[Came], by_id: Sequence[int]) -> dict[int, Places]:

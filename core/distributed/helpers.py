@@ -17,6 +17,7 @@ from ..errors import ArgumentError
 from .faults import ExchangeError, Faults, cause_of, reason_of
 from .groups import PerGroup, end_group, is_known, new_group_beside
 from .modes import Mode, kept_tensors, mode_of_thread
+from .streams import on_host
 from .wire import FAILED, descriptor
 
 T = TypeVar("T")
@@ -37,6 +38,8 @@ class Helper:
     words : torch.Tensor
         int64 ``[2, ranks, 2]`` there: by rank a descriptor and a number, those that are sent and
         those that come, for a rank that has no memory for others.
+    words_on_host : torch.Tensor
+        ``[ranks, 2]``, page-locked for a GPU: where the thread reads those that have come.
     stream : StreamLane or None
         Where messages cross, on a GPU.
     """
@@ -44,6 +47,7 @@ class Helper:
     group: dist.ProcessGroup
     lane: ThreadLane
     words: torch.Tensor
+    words_on_host: torch.Tensor
     stream: StreamLane | None = None
 
     def submit(self, work: Callable[..., T], /, *args: Any) -> ThreadTask[T]:
@@ -65,7 +69,7 @@ class Helper:
             with nullcontext() if self.stream is None else self.stream.on():
                 said[:, 0].fill_(descriptor(faults.cause, FAILED))
                 distributed_c10d.all_to_all_single(found, said, group=self.group)
-                found.tolist()
+                on_host(found, self.words_on_host)
 
         with suppress(ExchangeError):  # the error that is reported is raised
             faults.stage("sizes", crossed)
@@ -129,4 +133,5 @@ def _made(group: dist.ProcessGroup, device: torch.device) -> Helper:
     stream = StreamLane(device) if on_gpu else None
     with nullcontext() if stream is None else stream.on(), kept_tensors():
         words = torch.zeros(2, group.size(), 2, dtype=torch.int64, device=device)
-    return Helper(own, ThreadLane("bitslab-exchange"), words, stream)
+        there = torch.zeros(group.size(), 2, dtype=torch.int64, device="cpu", pin_memory=on_gpu)
+    return Helper(own, ThreadLane("bitslab-exchange"), words, there, stream)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
 
@@ -105,3 +109,26 @@ def test_rows_on_gpus_are_begun_on_one_stream_and_waited_for_on_another(
         pytest.skip(f"needs {ranks} GPUs")
     for seen in run_ranks("nccl_streams", ranks, tmp_path, timeout_s=120):
         assert seen and all(seen.values()), seen
+
+
+@pytest.mark.gpu
+def test_other_threads_queue_work_while_one_reads_behind_a_stream(
+    held_stream: Callable[..., AbstractContextManager[None]],
+) -> None:
+    """As a helper reads sizes that other ranks have not sent yet."""
+    stream, numbers = torch.cuda.Stream(), torch.arange(6, device="cuda")
+    there = torch.zeros(6, dtype=torch.int64).pin_memory()
+
+    def read() -> list[int]:
+        with torch.cuda.stream(stream):
+            return of_memory.on_host(numbers, there).tolist()  # type: ignore[no-any-return]
+
+    with ThreadPoolExecutor(1) as helper:
+        with held_stream(stream):
+            reading = helper.submit(read)
+            for _ in range(20):  # the helper waits behind one of them
+                time.sleep(0.01)
+                numbers.add(1)
+            torch.cuda.current_stream().synchronize()
+            assert not reading.done()
+        assert reading.result() == [0, 1, 2, 3, 4, 5]
