@@ -50,6 +50,7 @@ from .rows import (
     rows_of_survey,
     sort,
 )
+from .stream_order import StreamOrder
 
 T = TypeVar("T")
 
@@ -128,7 +129,7 @@ class RelationalGraph:
         self.num_relations = num_relations
         self._sizes = (self.num_src, self.num_dst, num_relations)
         self._versions = versions_of(edge_index, edge_type)
-        self._lock = threading.RLock()
+        self._lock, self.streams = threading.RLock(), StreamOrder(edge_type.device)
         self._made: dict[Any, Any] = {}
         #: Of a small graph most tables, on its device; the rest is made on the host for a GPU.
         self.survey: EdgeSurvey | None = None
@@ -143,6 +144,7 @@ class RelationalGraph:
                 self._plan([edge_index[0], edge_index[1], edge_type])
             elif not self._plan_by_kernel():
                 self._plan_on_host()
+        self.streams.made()
         # What plans hold: with plans of its own it would be a cycle, whose memory waits for the
         # garbage collector.
         self._without_plans = copy.copy(self)
@@ -330,6 +332,7 @@ class RelationalGraph:
         with self._lock:
             if key not in kept:
                 self._check_not_captured()
+                self.streams.wait()
                 # What a plan of the device uploads is there at once: products may be measured.
                 at_end = self.uploads if self._by_host else contextlib.nullcontext()
                 try:
@@ -340,6 +343,7 @@ class RelationalGraph:
                         self._made.clear()  # what was made for it may not have been copied
                         self._tables.clear()
                     raise
+                self.streams.made()
                 kept[key] = made
             found: T = kept[key]
             return found
