@@ -19,7 +19,7 @@ from ..engine.kernels.cuda.typed_gemm import TypedTiles
 from ..engine.kernels.typed_products import PRODUCT_DTYPES, SCHEDULES, PackedRows
 from . import product_ways
 from .graph import RelationalGraph
-from .rows import BATCH_RELATIONS
+from .rows import BATCH_RELATIONS, tiles_of_survey
 from .steps import BY_INDEX, Step
 from .type_sums import levels_of
 
@@ -217,4 +217,6 @@ def _note_little_memory(device: torch.device) -> None:
 
 def tiles_of(graph: RelationalGraph, space: str, bounds: Sequence[int]) -> TypedTiles:
     """Return how the rows of a space are cut for typed products."""
-    return graph.once(("tiles", space), lambda: TypedTiles(bounds, graph.device, graph.uploads))
+    given = None if graph.survey is None else tiles_of_survey(graph.survey, space)
+    make = functools.partial(TypedTiles, bounds, graph.device, graph.uploads, given)
+    return graph.once(("tiles", space), make)

@@ -95,6 +95,12 @@ def rows_of_survey(found: EdgeSurvey, n_src: int) -> dict[str, Rows]:
     return rows
 
 
+def tiles_of_survey(found: EdgeSurvey, space: str) -> torch.Tensor | None:
+    """Return tiles over the rows of a space, and more behind them; None where there are none."""
+    spaces = ("typed_edge", "pair_src", "pair_dst")
+    return found.tiles[spaces.index(space)] if found.tiles is not None and space in spaces else None
+
+
 class HostTables:
     """Tables of a graph of the CPU on a device: each is uploaded when it is asked for first.
 

@@ -394,7 +394,7 @@ def test_what_was_not_copied_is_not_kept(surveyed: bool, monkeypatch: pytest.Mon
     plain = random_graph(3, 60, 60, 200, 4)
     given = (plain.edge_index, plain.edge_type, 60, 4)
     made = made_on_host(monkeypatch, *given, kernels=kernels_if(surveyed))
-    if surveyed:  # what is uploaded then is of products that kernels run
+    if surveyed:  # what is uploaded then is of gradients of weights, which kernels sum
         monkeypatch.setattr(execute, "gpu_kernels", lambda device: simt())
     inputs = inputs_of("rgat", plain, torch.float32)
     compiled = PROGRAMS["rgat"].compile()
@@ -405,8 +405,29 @@ def test_what_was_not_copied_is_not_kept(surveyed: bool, monkeypatch: pytest.Mon
     with monkeypatch.context() as patched:
         patched.setattr("bitslab.engine.kernels.uploads._Chunk.copy", fail)
         with pytest.raises(rel.PlanMemoryError, match="no memory for the plan"):
-            compiled(made, *inputs.values())
+            compiled(made, *(x.clone().requires_grad_(surveyed) for x in inputs.values()))
     found, expected = outputs_of(compiled, made, inputs), outputs_of(compiled, plain, inputs)
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["rgcn", "rgat"])
+def test_inference_on_a_surveyed_graph_uploads_nothing(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain = random_graph(3, 60, 60, 200, 4)
+    given = (plain.edge_index, plain.edge_type, 60, 4)
+    made = made_on_host(monkeypatch, *given, kernels=kernels_if(True))
+    monkeypatch.setattr(execute, "gpu_kernels", lambda device: simt())
+    copied: list[Any] = []
+    monkeypatch.setattr("bitslab.engine.kernels.uploads._Chunk.copy", copied.append)
+    inputs = inputs_of(name, plain, torch.float32)
+    program = PROGRAMS[name].compile()
+    with torch.no_grad():
+        found = program(made, *inputs.values())
+        assert not copied
+        expected = program(plain, *inputs.values())
+    found, expected = ([x] if isinstance(x, torch.Tensor) else x for x in (found, expected))
     for a, b in zip(found, expected, strict=True):
         assert torch.equal(a, b)
 

@@ -11,10 +11,12 @@ from hypothesis import strategies as st
 
 from bitslab.engine.kernels.cpu.segment_sums import survey_edges
 from bitslab.engine.kernels.cuda.survey import MOST_ENTRIES, SurveyKernels
+from bitslab.engine.kernels.cuda.typed_gemm import TypedTiles
 from bitslab.engine.kernels.edge_survey import EdgeSurvey
 from tests.simt.module import guarded
 from tests.simt.runner import SimtRunner
 
+CPU = torch.device("cpu")
 #: Sources, destinations and kinds.
 Sizes = tuple[int, int, int]
 
@@ -23,7 +25,7 @@ def assert_same(found: EdgeSurvey, expected: EdgeSurvey) -> None:
     """Compare all that stands in two surveys."""
     assert found.limits == expected.limits and found.bounds == expected.bounds
     tensors = [
-        [getattr(each, name) for name in EdgeSurvey._fields[2:-2]] for each in (found, expected)
+        [getattr(each, name) for name in EdgeSurvey._fields[2:-3]] for each in (found, expected)
     ]
     for these, those in zip(found.pairs, expected.pairs, strict=True):
         assert these.bounds == those.bounds
@@ -31,6 +33,11 @@ def assert_same(found: EdgeSurvey, expected: EdgeSurvey) -> None:
         tensors[1] += those[:-1]
     for a, b in zip(*tensors, strict=True):
         assert torch.equal(a.cpu(), b)
+    if found.tiles is not None:
+        spaces = [expected.bounds, *(pairs.bounds for pairs in expected.pairs)]
+        for bounds, tiles in zip(spaces, found.tiles, strict=True):
+            cut = TypedTiles(bounds, CPU).tiles
+            assert torch.equal(TypedTiles(bounds, CPU, tiles=tiles).tiles.cpu(), cut)
 
 
 def drawn(seed: int, n: int, sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,7 +54,7 @@ def kernels() -> SurveyKernels:
 
 def assert_surveyed(ends: torch.Tensor, kinds: torch.Tensor, sizes: Sizes) -> None:
     found = kernels().survey_edges(guarded(ends), guarded(kinds), sizes)
-    assert found is not None
+    assert found is not None and found.tiles is not None
     assert_same(found, survey_edges(ends, kinds, sizes))
 
 

@@ -70,6 +70,9 @@ class EdgeSurvey(NamedTuple):
         ``[kinds + 1]``: the first edge of each kind.
     pairs : tuple of Pairs
         Those of sources, and of destinations.
+    tiles : torch.Tensor or None
+        ``[3, most, 3]``, of a GPU alone: tiles of typed products over edges by kind, over pairs of
+        sources, and over those of destinations; see `cuda.typed_gemm.TypedTiles`.
     """
 
     limits: list[int]
@@ -85,6 +88,7 @@ class EdgeSurvey(NamedTuple):
     kind_of: torch.Tensor
     bounds: list[int]
     pairs: tuple[Pairs, Pairs]
+    tiles: torch.Tensor | None
 
     @classmethod
     def of_block(
@@ -93,6 +97,7 @@ class EdgeSurvey(NamedTuple):
         n_edges: int,
         limits: list[int],
         bounds: Sequence[list[int]],
+        tiles: torch.Tensor | None = None,
     ) -> EdgeSurvey:
         """Return what stands in a block.
 
@@ -106,6 +111,8 @@ class EdgeSurvey(NamedTuple):
             As here.
         bounds : sequence of list of int
             Those of the edges, of pairs of sources, and of pairs of destinations.
+        tiles : torch.Tensor, optional
+            As here.
         """
         of_edges, *of_sides = bounds
         width = column_length(n_edges)
@@ -123,7 +130,7 @@ class EdgeSurvey(NamedTuple):
         starts = block.narrow(0, n_columns * width, len(block) - n_columns * width - 1)
         return cls(
             limits, block, order, starts, src, dst, kind, numbers, place, pairs[1].order, kind_of,
-            of_edges, (pairs[0], pairs[1]),
+            of_edges, (pairs[0], pairs[1]), tiles,
         )  # fmt: skip
 
     def cpu(self) -> EdgeSurvey:

@@ -195,11 +195,33 @@ __device__ __forceinline__ void number_pairs(const u32* entries, int n, const i6
   __syncthreads();
 }
 
+// Cuts the entries of each kind, from its bound to the next, into tiles: kind, first entry, end of the kind's.
+__device__ __forceinline__ void write_tiles(const i64* bounds, int n_kinds, i64* tiles, Shared& s) {
+  int before = 0;
+  for (int first = 0; first < n_kinds; first += THREADS) {
+    const int k = first + threadIdx.x;
+    const i64 begin = k < n_kinds ? bounds[k] : 0, end = k < n_kinds ? bounds[k + 1] : 0;
+    const int count = (int)((end - begin + TILE_ROWS - 1) / TILE_ROWS), at = before + scan_block(count, s);
+    for (int t = 0; t < count; ++t) {
+      i64* const tile = tiles + 3 * (at + t);
+      tile[0] = k;
+      tile[1] = begin + t * TILE_ROWS;
+      tile[2] = end;
+    }
+    if (threadIdx.x == THREADS - 1) s.sums[0] = at + count;
+    __syncthreads();
+    before = s.sums[0];
+    __syncthreads();
+  }
+}
+
 // `block` is that of an EdgeSurvey; `found` has its limits, and its bounds of edges and of pairs of both sides,
-// 0 where an edge is out of range. `scratch` is 2 n.
+// 0 where an edge is out of range. `scratch` is 2 n. `tiles` are those of edges and of pairs of both sides, each in
+// front of `most_tiles`.
 extern "C" __global__ void __launch_bounds__(THREADS)
     survey_edges(const i64* __restrict__ ends, const i64* __restrict__ kinds, int n, int n_src, int n_dst,
-                 int n_kinds, int width, i64* block, i64* found, u32* scratch) {
+                 int n_kinds, int width, i64* block, i64* found, u32* scratch, i64* tiles,
+                 int most_tiles) {
   __shared__ Shared s;
   i64 *order = block, *src = order + width, *dst = src + width, *kind = dst + width, *numbers = kind + width;
   i64 *place = numbers + width, *kind_of = place + width, *pairs = kind_of + width;
@@ -243,4 +265,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   __syncthreads();
   sorted = sort_entries(sorted, spare, n, n_kinds, s);
   number_pairs(sorted, n, src, bounds, n_kinds, width, pairs, bounds + n_kinds + 1, s);
+  for (int of = 0; of < 3; ++of) write_tiles(bounds + of * (n_kinds + 1), n_kinds, tiles + 3 * of * (i64)most_tiles, s);
 }

@@ -7,13 +7,14 @@ from dataclasses import dataclass
 import torch
 
 from ..edge_survey import EdgeSurvey, block_length, column_length
+from ..typed_products import TILE_ROWS
 from .parameters import Address, Int32, Parameters
 from .runner import Launch, Runner
 from .source import PlainVariant
 
 THREADS = 1024  # of the one block
 #: The one compilation of it.
-SURVEY = PlainVariant("survey")
+SURVEY = PlainVariant("survey", (("TILE_ROWS", TILE_ROWS),))
 
 #: Most edges, sources, destinations and kinds: the kernel sorts 32-bit entries of a key and a
 #: place.
@@ -25,7 +26,8 @@ class SurveyEdges(Parameters):
     """Parameters of `survey_edges`: int64 `ends` ``[2, n]`` and `kinds` ``[n]``.
 
     `width` is the words of a column. int64 `block` is that of an `EdgeSurvey`; `found`
-    ``[6 + 3 * (n_kinds + 1)]`` has its limits and bounds. `scratch` is 32-bit ``[2 * n]``.
+    ``[6 + 3 * (n_kinds + 1)]`` has its limits and bounds. `scratch` is 32-bit ``[2 * n]``. `tiles`
+    are its `tiles`, int64 ``[3, most_tiles, 3]``.
     """
 
     kernel = "survey_edges"
@@ -40,6 +42,8 @@ class SurveyEdges(Parameters):
     block: Address
     found: Address
     scratch: Address
+    tiles: Address
+    most_tiles: Int32
 
 
 class SurveyKernels:
@@ -72,15 +76,18 @@ class SurveyKernels:
         if max(n, *sizes) > MOST_ENTRIES:
             return None
         n_block = block_length(n, sizes[1])
-        memory = torch.empty(n_block + 6 + 3 * n_bounds, dtype=torch.int64, device=kinds.device)
+        begin = n_block + 6 + 3 * n_bounds  # of tiles
+        most_tiles = n // TILE_ROWS + min(n, sizes[2])
+        memory = torch.empty(begin + 9 * most_tiles, dtype=torch.int64, device=kinds.device)
         scratch = torch.empty(2 * n, dtype=torch.int32, device=kinds.device)
         if self._launch is None:
             self._launch = self._runner.bind(SURVEY, SurveyEdges, THREADS)
         at = memory.data_ptr()
         self._launch(
             1, ends.data_ptr(), kinds.data_ptr(), n, *sizes, column_length(n), at,
-            at + 8 * n_block, scratch.data_ptr(),
+            at + 8 * n_block, scratch.data_ptr(), at + 8 * begin, most_tiles,
         )  # fmt: skip
-        found = memory[n_block:].tolist()
+        found = memory[n_block:begin].tolist()
         bounds = [found[6 + i * n_bounds : 6 + (i + 1) * n_bounds] for i in range(3)]
-        return EdgeSurvey.of_block(memory[:n_block], n, found[:6], bounds)
+        tiles = memory[begin:].view(3, most_tiles, 3)
+        return EdgeSurvey.of_block(memory[:n_block], n, found[:6], bounds, tiles)

@@ -6,6 +6,7 @@ import functools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -83,6 +84,8 @@ class TypedTiles:
         Where the rows are.
     uploads : Uploads, optional
         What brings tables there; one of its own when left out.
+    tiles : torch.Tensor, optional
+        The attribute, and more behind it, where that is on the device.
 
     Attributes
     ----------
@@ -91,13 +94,24 @@ class TypedTiles:
     """
 
     def __init__(
-        self, bounds: Sequence[int], device: torch.device, uploads: Uploads | None = None
+        self,
+        bounds: Sequence[int],
+        device: torch.device,
+        uploads: Uploads | None = None,
+        tiles: torch.Tensor | None = None,
     ) -> None:
-        self._ends = np.array(bounds, np.int64)
+        self._bounds = bounds
         self._uploads = uploads or Uploads(device)
-        tiles, self._first_tile = _tiles(self._ends, TILE_ROWS)
-        (self.tiles,) = self._uploads.of([torch.from_numpy(tiles)])
+        if tiles is None:
+            (self.tiles,) = self._uploads.of([torch.from_numpy(_tiles(self._ends, TILE_ROWS)[0])])
+        else:
+            n = sum([ceil_div(end - begin, TILE_ROWS) for begin, end in pairwise(bounds)])
+            self.tiles = tiles.narrow(0, 0, n)
         self._chunks: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @functools.cached_property
+    def _ends(self) -> Ints:
+        return np.array(self._bounds, np.int64)
 
     def chunks(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return what gradients of weights are summed by.
@@ -112,7 +126,7 @@ class TypedTiles:
         """
         with self._uploads:  # another thread's may not be copied yet
             if self._chunks is None:
-                first_tile = self._first_tile
+                _, first_tile = _tiles(self._ends, TILE_ROWS)
                 kinds, begins, starts = pieces_of_types(first_tile, CHUNK_TILES, least=1)
                 ends = np.minimum(begins + CHUNK_TILES, first_tile[1:][kinds])
                 tables = [np.stack([begins, ends], 1), starts]
