@@ -121,7 +121,7 @@ def test_other_threads_queue_work_while_one_reads_behind_a_stream(
 
     def read() -> list[int]:
         with torch.cuda.stream(stream):
-            return of_memory.on_host(numbers, there).tolist()  # type: ignore[no-any-return]
+            return of_memory.on_host(numbers, there).tolist()
 
     with ThreadPoolExecutor(1) as helper:
         with held_stream(stream):
