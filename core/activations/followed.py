@@ -10,9 +10,13 @@ from .pass_record import PassPlan
 
 #: Share by which a measured peak may be above the limit, or the lowest one: allocators round.
 NEAR_PEAK = 0.005
-#: Last steps of a plan that are compared. The fastest of two may take a sixth longer than that of
+#: Last steps of a plan under a limit of memory that are compared; without, it is as many as are
+#: measured of those that keep everything. The fastest of two may take a sixth longer than that of
 #: the next two, where a step takes less than 0.1 s and its host is busy.
 MOST_STEPS = 6
+#: Share by which steps of one plan may differ that are of one kind, in seconds and in their peak:
+#: others are of another batch, or of a machine with other work since.
+MOST_SECONDS_OFF, MOST_PEAK_OFF = 0.25, 0.03
 
 
 @dataclass(frozen=True)
@@ -36,15 +40,24 @@ class Followed:
 
 
 class FollowedPlans:
-    """Plans that were compared with the steps that followed them."""
+    """Plans that were compared with the steps that followed them.
 
-    def __init__(self) -> None:
+    Parameters
+    ----------
+    most_steps : int
+        Of a plan that are compared, at most.
+    """
+
+    def __init__(self, most_steps: int) -> None:
         self._plans: list[Followed] = []
+        self._most_steps = most_steps
 
     def last_steps(self, pass_plan: PassPlan, steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-        """Return the last steps of a plan, of which these are the newest."""
-        before = [step for f in self._plans if f.pass_plan is pass_plan for step in f.steps]
-        return [*before, *steps][-MOST_STEPS:]
+        """Return the last steps of a plan of one kind, of which these are the newest."""
+        for known in self._plans:
+            if known.pass_plan is pass_plan and _alike(known.steps, steps):
+                return [*known.steps, *steps][-self._most_steps :]
+        return list(steps)
 
     def add(self, followed: Followed) -> None:
         """Add a plan, in the place of what its steps took before."""
@@ -65,3 +78,11 @@ class FollowedPlans:
         """Return whether none keeps a limit, and the one of least memory is not among them."""
         most = memory_bytes * (1 + NEAR_PEAK)
         return all(each.peak_bytes > most and not each.plan.serial for each in self._plans)
+
+
+def _alike(these: Sequence[MeasuredStep], those: Sequence[MeasuredStep]) -> bool:
+    seconds = [min(step.step_s for step in steps) for steps in (these, those)]
+    peaks = [max(step.peak_bytes for step in steps) for steps in (these, those)]
+    return max(seconds) <= min(seconds) * (1 + MOST_SECONDS_OFF) and max(peaks) <= min(peaks) * (
+        1 + MOST_PEAK_OFF
+    )

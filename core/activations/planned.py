@@ -34,7 +34,7 @@ from ..engine.advisor.planning import (
 )
 from .checkpointed import CheckpointedModules, ModuleWatch, checkpointable
 from .disk_share import required_note
-from .followed import Followed, FollowedPlans
+from .followed import MOST_STEPS, Followed, FollowedPlans
 from .measured_link import measured_link
 from .measured_pass import MeasuredPass
 from .memory_limit import limit_bytes
@@ -124,7 +124,7 @@ class PlannedPolicy:
         self._corrections, self._promised_s = 0, 0.0
         self._plain = PlainPasses(may_keep=memory is None)
         #: Since the profile was made.
-        self._followed = FollowedPlans()
+        self._followed = FollowedPlans(MOST_STEPS if memory is not None else COMPARED_STEPS)
         self._tried_without_moves = False
         self._withdrawn = self._limit_said = self._loss_said = False
         self._seen: dict[str, Site] = {}

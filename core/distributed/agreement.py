@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from ..engine.on_host import on_host
 from .faults import ExchangeError, Faults, cause_of, reason_of
 from .pairs import TERMS
 from .wire import (
@@ -211,9 +212,10 @@ def _swapped(
     def receive() -> list[int]:
         count = torch.empty(1, dtype=torch.int64, device=device)
         dist.recv(count, other, group=group, tag=TERMS)
-        found = torch.empty(min(MOST_TERMS, int(count)), dtype=torch.int64, device=device)
+        n = int(on_host(count))
+        found = torch.empty(min(MOST_TERMS, n), dtype=torch.int64, device=device)
         dist.recv(found, other, group=group, tag=TERMS)
-        return list(map(int, found.tolist()))
+        return list(map(int, on_host(found).tolist()))
 
     if first:
         send()
@@ -258,7 +260,7 @@ def agree(
         failed = 1.0 + group.rank() * len(CAUSES) + faults.cause
     largest = torch.tensor([failed, *numbers], dtype=torch.float64, device=device)
     faults.stage("sizes", lambda: dist.all_reduce(largest, dist.ReduceOp.MAX, group=group))
-    failed, *found = largest.tolist()
+    failed, *found = on_host(largest).tolist()
     if error is not None:
         faults.reported()
         raise error

@@ -18,6 +18,7 @@ from ..engine.advisor.link import own_stream, work_seconds
 from ..engine.kernels.cuda import kernels_on
 from ..engine.kernels.cuda.stream import current_stream
 from ..engine.kernels.vector_chunks import send_bytes
+from ..engine.on_host import on_host
 from ..engine.tasks import ThreadTask
 from ..engine.tensor_bits import copy_rows
 from ..engine.transfer import StreamLane
@@ -41,7 +42,7 @@ from .faults import ExchangeError, Faults, cause_of
 from .helpers import Helper
 from .layout import Layout, Rows, memory_of, sizes_of_tables
 from .stats import Counters
-from .streams import keep_on_current, on_host
+from .streams import keep_on_current
 from .wire import DESCRIPTOR_BYTES, Turn
 from .work import error_of, not_begun, refuse_to_wait, this_thread
 

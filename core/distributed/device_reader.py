@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..engine.on_host import on_host
 from ..errors import CorruptedDataError
 from .device_parts import Came, Coder, Places, bytes_of
 from .layout import Layout, Rows
 from .messages import Array, Fields, on_device
-from .streams import on_host
 from .wire import BY_ID_HEADER, PART_SIZE
 
 

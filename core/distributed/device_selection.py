@@ -15,7 +15,7 @@ from .agreement import agree
 from .faults import Faults
 from .layout import Rows
 from .messages import RAW, REFERENCES, Candidate
-from .selection import EVERY_BIT, WITHIN_BOUND, Measured, TableChoice
+from .selection import CODES, EVERY_BIT, WITHIN_BOUND, Measured, TableChoice
 from .streams import wait_for_stream
 
 
@@ -116,8 +116,10 @@ def choose_on_device(
     candidates = [WITHIN_BOUND if _is_bounded(table) else EVERY_BIT for table in tables]
     found: list[dict[Candidate, Measured]] = [{} for _ in tables]
     for candidate in dict.fromkeys(c for of_table in candidates for c in of_table):
+        # All tables share the seconds: those of other ways look for references where these do.
+        others = REFERENCES if candidate.references else CODES
         for table, of_table in zip(tables, candidates, strict=True):
-            table.candidate = candidate if candidate in of_table else REFERENCES
+            table.candidate = candidate if candidate in of_table else others
         trial = tries.trial()
         total = sum(trial.raw_bytes) or 1
         encode, decode = trial.encode_s / total, trial.decode_s / total

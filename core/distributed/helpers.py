@@ -11,13 +11,13 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from ..engine.on_host import on_host
 from ..engine.tasks import ThreadTask
 from ..engine.transfer import StreamLane, ThreadLane
 from ..errors import ArgumentError
 from .faults import ExchangeError, Faults, cause_of, reason_of
 from .groups import PerGroup, end_group, is_known, new_group_beside
 from .modes import Mode, kept_tensors, mode_of_thread
-from .streams import on_host
 from .wire import FAILED, descriptor
 
 T = TypeVar("T")

@@ -29,16 +29,17 @@ from .messages import (
 )
 from .wire import DESCRIPTOR_BYTES, Turn
 
+CODES = Candidate("codes", references=False)
 #: Ways to write rows within a bound, and of every bit.
 WITHIN_BOUND = (
     REFERENCES,
     Candidate("window", window=255),
-    Candidate("codes", references=False),
+    CODES,
     Candidate("fixed-width", references=False, huffman=False),
     Candidate("lossless", bounded=False),
     RAW,
 )
-EVERY_BIT = (REFERENCES, Candidate("codes", references=False), RAW)
+EVERY_BIT = (REFERENCES, CODES, RAW)
 #: What is chosen is given up for what takes at most this share of its seconds.
 HYSTERESIS = 0.9
 #: Bytes of rows that candidates are tried on.

@@ -21,6 +21,7 @@ from .graph import RelationalGraph
 from .kernel_steps import KernelSteps, Run
 from .products import Products
 from .steps import BY_INDEX, Step
+from .stream_order import StreamOrder
 from .type_sums import levels_of
 
 #: Returns what runs a step on a machine's graph.
@@ -128,6 +129,8 @@ class Prepared:
             places[id(step)] = n_places
             made.append((bound[id(step)][0], reads, n_places))
             n_places += 1
+        #: Whether steps may make tables of the graph when they run.
+        self._makes = any(not bound[id(step)][1] and _may_make(step) for step in schedule.order)
         results = [None if r is None else places[id(r)] for r in schedule.results]
         frees: list[list[int]] = [[] for _ in made]
         for place, at in last.items():
@@ -141,7 +144,7 @@ class Prepared:
     def on(self, machine: Machine) -> Calls:
         """Return the calls on a machine's graph."""
         calls = [Call(bind(machine), *places) for bind, places in self._made]
-        return Calls(calls, self._places, self._results)
+        return Calls(calls, self._places, self._results, machine.graph.streams, self._makes)
 
 
 class Calls:
@@ -157,18 +160,33 @@ class Calls:
         Of all values.
     results : list of int or None
         The places of the results.
+    streams : StreamOrder
+        Of the graph's tables.
+    makes : bool
+        Whether calls may make some.
     """
 
-    def __init__(self, calls: list[Call], places: int, results: list[int | None]) -> None:
+    def __init__(
+        self,
+        calls: list[Call],
+        places: int,
+        results: list[int | None],
+        streams: StreamOrder,
+        makes: bool,
+    ) -> None:
         self._calls, self._places, self._results = calls, places, results
+        self._streams, self._makes = streams, makes
 
     def run(self, given: Sequence[Any]) -> list[torch.Tensor | None]:
         """Return the results, None where there is none, from what the schedule is given."""
+        self._streams.wait()
         values = [*given, *[None] * (self._places - len(given))]
         for run, reads, to, frees in self._calls:
             values[to] = run(*[values[place] for place in reads])
             for place in frees:
                 values[place] = None
+        if self._makes:
+            self._streams.made()
         return [None if place is None else values[place] for place in self._results]
 
 
@@ -420,6 +438,11 @@ def _broadcast(step: Step, *args: torch.Tensor) -> torch.Tensor:
 def _counts(space: str, machine: Machine) -> Run:
     found = machine.graph.inverse_counts(machine.dtype, space)
     return lambda: found
+
+
+def _may_make(step: Step) -> bool:
+    """Return whether torch's operators for a step look for tables of the graph as they run."""
+    return step.op not in _ELEMENTWISE and step.op not in ("inverse_counts", "reshape")
 
 
 def _by_torch(step: Step, gathers: bool, machine: Machine) -> Run:

@@ -25,6 +25,7 @@ def gpu_kernels(device: torch.device) -> CudaKernels | None:
         none = torch.zeros(0, dtype=torch.int64, device=device)
         entries = (none.new_zeros(2), none, none)
         kernels.segments.prepare_sum(*entries, 1, 4, torch.float32)(x)
+        kernels.survey_edges(none.new_zeros(2, 1), none.new_zeros(1), (1, 1, 1))
     except Exception as error:
         warnings.warn(
             f"relational programs on {device} run torch's operators, since their kernels cannot be "

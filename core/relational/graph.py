@@ -96,7 +96,8 @@ class RelationalGraph:
         For a wrong shape or length, and for an edge whose nodes have other types than its relation.
     IndexRangeError
         For a node or a relation out of range. On a GPU this is read with the sizes of the plan,
-        when the graph is made: the only time that the host waits for the GPU.
+        when the graph is made. The host waits for the GPU then; for a small graph once more, where
+        a program takes one side of edges for some relations and the other for others.
     PlanMemoryError
         When memory runs out, here or by a program that needs more of the plan.
     ModifiedInPlaceError
@@ -139,12 +140,11 @@ class RelationalGraph:
         #: Brings what is made on the host to the device of the graph.
         self.uploads = Uploads(edge_type.device)
         self._tables = HostTables(self.uploads)
-        with planning():
+        with planning(), self.streams:
             if not self._by_host:
                 self._plan([edge_index[0], edge_index[1], edge_type])
             elif not self._plan_by_kernel():
                 self._plan_on_host()
-        self.streams.made()
         # What plans hold: with plans of its own it would be a cycle, whose memory waits for the
         # garbage collector.
         self._without_plans = copy.copy(self)
@@ -332,18 +332,16 @@ class RelationalGraph:
         with self._lock:
             if key not in kept:
                 self._check_not_captured()
-                self.streams.wait()
                 # What a plan of the device uploads is there at once: products may be measured.
                 at_end = self.uploads if self._by_host else contextlib.nullcontext()
                 try:
-                    with planning(), at_end:
+                    with planning(), self.streams, at_end:
                         made = make()
                 except BaseException:
                     if self._by_host and not self.uploads.in_block:
                         self._made.clear()  # what was made for it may not have been copied
                         self._tables.clear()
                     raise
-                self.streams.made()
                 kept[key] = made
             found: T = kept[key]
             return found

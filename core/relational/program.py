@@ -251,7 +251,6 @@ class CompiledProgram:
         """
         graph.check_unchanged()
         plan = self.plan(graph, inputs)
-        graph.streams.wait()
         values: Sequence[Any] = inputs
         device = graph.device.type
         if torch.is_autocast_enabled(device):

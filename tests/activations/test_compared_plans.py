@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -82,26 +83,8 @@ def test_a_plan_that_is_faster_than_predicted_goes_on_and_is_predicted_anew(
 def test_two_slow_steps_between_fast_ones_change_neither_plan_nor_prediction(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Steps take what was predicted but for the third and fourth that are compared: 1.3 times."""
-    plain: Any = vars(planned_module)["compare"]
-    compared: list[tuple[Plan, list[MeasuredStep], Correction]] = []
-    measured: list[MeasuredStep] = []
-
-    def compare(plan: Plan, found: list[MeasuredStep], **options: Any) -> Correction:
-        for i in range(len(measured) - 2, len(measured)):  # of the step that is measured as it ends
-            slow = 1.3 if len(compared) == 1 else 1.0
-            step_s = (compared[0][0] if compared else plan).prediction.step_s * slow
-            vars(measured[i]).update(step_s=step_s, peak_bytes=plan.prediction.peak_bytes)
-        compared.append((plan, list(found), plain(plan, found, **options)))
-        return compared[-1][2]
-
-    def step(_: Any) -> MeasuredStep:
-        measured.append(MeasuredStep(1.0, 1.0))
-        return measured[-1]
-
-    monkeypatch.setattr(planned_module, "compare", compare)
-    monkeypatch.setattr(MeasuredPass, "step", step)
-    offload = check(blocks, n=24, memory=LIMIT, profile_every=4)
+    """Steps take what was predicted but for the third and fourth that are compared: 1.2 times."""
+    offload, compared, measured = _compared(monkeypatch, 1.2, memory=LIMIT)
     assert [len(found) for _, found, _ in compared[:4]] == [2, 4, 6, 6]
     assert all(
         found[-2:] == measured[2 * i : 2 * i + 2] for i, (_, found, _) in enumerate(compared)
@@ -109,6 +92,50 @@ def test_two_slow_steps_between_fast_ones_change_neither_plan_nor_prediction(
     assert {said.outcome for _, _, said in compared} == {"holds"}
     assert not any(said.off for _, _, said in compared)
     assert offload.plan is compared[0][0]
+
+
+@pytest.mark.parametrize(
+    ("times", "peak"), [(1.3, 1.0), (5.0, 1.0), (1.0, 1.04), (0.6, 1.0), (1.0, 0.5)], ids=str
+)
+def test_steps_of_another_kind_are_compared_alone(
+    monkeypatch: pytest.MonkeyPatch, times: float, peak: float
+) -> None:
+    """Of another batch, or of a machine that has other work since."""
+    _, compared, measured = _compared(monkeypatch, times, peak, memory=LIMIT)
+    assert [found for _, found, _ in compared[:2]] == [measured[:2], measured[2:4]]
+
+
+def test_without_a_limit_as_many_steps_are_compared_as_keep_everything(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, compared, _ = _compared(monkeypatch, 1.0, slowdown=0.5)
+    assert len(compared) > 2 and {len(found) for _, found, _ in compared} == {2}
+
+
+def _compared(
+    monkeypatch: pytest.MonkeyPatch, times: float, peak: float = 1.0, **options: Any
+) -> tuple[Any, list[tuple[Plan, list[MeasuredStep], Correction]], list[MeasuredStep]]:
+    """Return what is compared of steps as predicted, of which the second two are not."""
+    plain: Any = vars(planned_module)["compare"]
+    compared: list[tuple[Plan, list[MeasuredStep], Correction]] = []
+    measured: list[MeasuredStep] = []
+
+    step_s, peak_bytes = 2.0, LIMIT / 2
+
+    def compare(plan: Plan, found: list[MeasuredStep], **options: Any) -> Correction:
+        expected = replace(plan.prediction, step_s=step_s, peak_bytes=peak_bytes)
+        said = plain(replace(plan, prediction=expected), found, **options)
+        compared.append((plan, list(found), said))
+        return compared[-1][2]
+
+    def step(_: Any) -> MeasuredStep:
+        slow, high = (times, peak) if len(measured) in (2, 3) else (1.0, 1.0)
+        measured.append(MeasuredStep(step_s * slow, peak_bytes * high))
+        return measured[-1]
+
+    monkeypatch.setattr(planned_module, "compare", compare)
+    monkeypatch.setattr(MeasuredPass, "step", step)
+    return check(blocks, n=24, profile_every=4, **options), compared, measured
 
 
 @pytest.mark.parametrize("fastest", ["moves", "moves less"])

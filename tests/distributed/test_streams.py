@@ -17,6 +17,7 @@ from bitslab.distributed import streams as of_memory
 from bitslab.distributed.function import TablesInFlight
 from bitslab.distributed.passes import Pass
 from bitslab.distributed.work import OVER
+from bitslab.engine.on_host import on_host
 from tests.distributed.ranks import run_ranks
 
 
@@ -121,7 +122,7 @@ def test_other_threads_queue_work_while_one_reads_behind_a_stream(
 
     def read() -> list[int]:
         with torch.cuda.stream(stream):
-            return of_memory.on_host(numbers, there).tolist()
+            return on_host(numbers, there).tolist()
 
     with ThreadPoolExecutor(1) as helper:
         with held_stream(stream):

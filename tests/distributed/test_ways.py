@@ -66,7 +66,7 @@ def test_tables_share_the_seconds_of_one_pipeline_by_their_bytes() -> None:
         ["references", "references", "references"],
         ["window", "references", "references"],
         ["codes", "codes", "codes"],
-        ["fixed-width", "references", "references"],
+        ["fixed-width", "codes", "codes"],
         ["lossless", "references", "references"],
         ["raw", "raw", "raw"],
     ]

@@ -80,6 +80,7 @@ def test_a_survey_is_that_of_the_loop(seed: int, n: int, sizes: Sizes, copies: i
         (2784, (2255, 1024, 6)),
         (1500, (1, 1, 1)),
         (1100, (7000, 300, 257)),
+        (1100, (300, 200, 3000)),  # tiles of more kinds than threads
         (40, (30_000, 2, 9)),
         (30_000, (1500, 1200, 9)),
         (MOST_ENTRIES, (3, 5, 2)),
@@ -127,6 +128,12 @@ def test_what_does_not_fit_is_not_surveyed(which: int) -> None:
     ends, kinds = torch.zeros(2, n, dtype=torch.int64), torch.zeros(n, dtype=torch.int64)
     runner = SimtRunner()
     assert SurveyKernels(runner).survey_edges(ends, kinds, (n_src, n_dst, n_kinds)) is None
+    assert not runner.launched
+
+
+def test_no_edges_are_not_surveyed() -> None:
+    runner, none = SimtRunner(), torch.zeros(0, dtype=torch.int64)
+    assert SurveyKernels(runner).survey_edges(none.view(2, 0), none, (3, 3, 3)) is None
     assert not runner.launched
 
 

@@ -10,6 +10,8 @@ from typing import NamedTuple
 
 import torch
 
+from ..on_host import on_host
+
 #: Columns of a survey: of the edges in order, sources, destinations, kinds, numbers, places by kind
 #: and the kind there; of pairs that of each edge, nodes, kinds, edges pair by pair, and starts.
 EDGE_COLUMNS, PAIR_COLUMNS = 7, 5
@@ -136,4 +138,4 @@ class EdgeSurvey(NamedTuple):
     def cpu(self) -> EdgeSurvey:
         """Return it with a copy of the block on the CPU."""
         bounds = (self.bounds, *(pairs.bounds for pairs in self.pairs))
-        return self.of_block(self.block.cpu(), len(self.order), self.limits, bounds)
+        return self.of_block(on_host(self.block), len(self.order), self.limits, bounds)

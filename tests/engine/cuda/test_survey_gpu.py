@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
 from bitslab.engine.kernels.cpu.segment_sums import survey_edges
 from bitslab.engine.kernels.cuda import kernels_on
+from bitslab.engine.kernels.edge_survey import EdgeSurvey
 from bitslab.relational.graph import HOST_ROWS
 from tests.gpu import counted_waits
 from tests.simt.test_survey import Sizes, assert_same, drawn
@@ -64,14 +68,19 @@ def test_a_gpu_finds_what_is_out_of_range(column: int, value: int) -> None:
     assert found.bounds == expected.bounds
 
 
-def test_streams_survey_at_once() -> None:
+def test_threads_survey_at_once_on_streams_of_their_own() -> None:
     sizes = (2255, 1024, 6)
     given = [drawn(seed, 2784, sizes) for seed in range(4)]
-    kernels, streams = kernels_on(CUDA), [torch.cuda.Stream() for _ in given]
-    found = []
-    for (ends, kinds), stream in zip(given, streams, strict=True):
-        with torch.cuda.stream(stream):
-            found.append(kernels.survey_edges(ends.cuda(), kinds.cuda(), sizes))
+    kernels, together = kernels_on(CUDA), threading.Barrier(len(given))
+
+    def survey(ends: torch.Tensor, kinds: torch.Tensor) -> EdgeSurvey | None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            there = ends.cuda(), kinds.cuda()
+            together.wait()
+            return [kernels.survey_edges(*there, sizes) for _ in range(20)][-1]
+
+    with ThreadPoolExecutor(len(given)) as pool:
+        found = list(pool.map(survey, *zip(*given, strict=True)))
     for each, (ends, kinds) in zip(found, given, strict=True):
         assert each is not None
         assert_same(each, survey_edges(ends, kinds, sizes))

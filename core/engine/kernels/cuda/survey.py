@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ...on_host import on_host
 from ..edge_survey import EdgeSurvey, block_length, column_length
 from ..typed_products import TILE_ROWS
 from .parameters import Address, Int32, Parameters
@@ -64,8 +65,8 @@ class SurveyKernels:
     ) -> EdgeSurvey | None:
         """Return `cpu.segment_sums.survey_edges` of edges on the device, where it is then.
 
-        The host waits once, for limits and bounds. None where there are more than MOST_ENTRIES of
-        something.
+        The host waits once, for limits and bounds. None where there are no edges, or more than
+        MOST_ENTRIES of something.
 
         Parameters
         ----------
@@ -73,7 +74,7 @@ class SurveyKernels:
             As there; contiguous.
         """
         n, n_bounds = len(kinds), sizes[2] + 1
-        if max(n, *sizes) > MOST_ENTRIES:
+        if not n or max(n, *sizes) > MOST_ENTRIES:
             return None
         n_block = block_length(n, sizes[1])
         begin = n_block + 6 + 3 * n_bounds  # of tiles
@@ -87,7 +88,7 @@ class SurveyKernels:
             1, ends.data_ptr(), kinds.data_ptr(), n, *sizes, column_length(n), at,
             at + 8 * n_block, scratch.data_ptr(), at + 8 * begin, most_tiles,
         )  # fmt: skip
-        found = memory[n_block:begin].tolist()
+        found = on_host(memory[n_block:begin]).tolist()
         bounds = [found[6 + i * n_bounds : 6 + (i + 1) * n_bounds] for i in range(3)]
         tiles = memory[begin:].view(3, most_tiles, 3)
         return EdgeSurvey.of_block(memory[:n_block], n, found[:6], bounds, tiles)
