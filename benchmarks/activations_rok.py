@@ -10,7 +10,8 @@ and the peak that were predicted, and the fastest step and highest peak measured
 first, and of the plan that was followed last. Of that one it is what was predicted half-way through
 its comparisons, which follows the steps of the first half, and the steps that were measured since
 ("new steps", counted in pairs as the planner compares them): it shows whether predictions are
-still right later, while "first" is of a plan that no step has followed yet. On a GPU the peak is the allocator's, on a CPU that of saved tensors.
+right later, while "first" is of a plan that no step has followed yet. On a GPU the peak is the
+allocator's, on a CPU that of saved tensors.
 
 ROK (recompute, offload, keep; figure 5.12 of SSDTrain's chapter): tokens a second over the peak by
 batch size, for keeping all, checkpointing each layer, `save_on_cpu`, moving all raw, and the
