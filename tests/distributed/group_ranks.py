@@ -156,6 +156,7 @@ def of_devices(rank: int, ranks: int) -> dict[str, Any]:
         found = [helper_of(group, torch.device("cuda", i)) for i in (1, 0, 1)]
         streams = [str(call.args[0]) for call in stream.call_args_list]
         helpers._helpers.of(group).clear()
+    dist.barrier()  # another rank may not have connected its group yet
     return {
         "made": made == [("nccl", "cuda:1"), ("nccl", "cuda:0")],
         "streams": streams == ["cuda:1", "cuda:0"],
