@@ -15,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -45,10 +46,20 @@ def waiting_raises() -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted_waits() -> Iterator[list[str]]:
-    """Collect the torch operations that make the host wait for the GPU."""
+    """Collect the torch operations that make the host wait for the GPU, and waits for events."""
     torch.cuda.synchronize()
     found: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
+    events: list[str] = []
+    wait = torch.cuda.Event.synchronize
+
+    def waited(event: torch.cuda.Event) -> None:
+        events.append("waited for an event")  # of which torch's debug mode says nothing
+        wait(event)
+
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        mock.patch.object(torch.cuda.Event, "synchronize", waited),
+    ):
         warnings.simplefilter("always")
         try:
             set_sync_debug_mode("warn")
@@ -56,6 +67,7 @@ def counted_waits() -> Iterator[list[str]]:
         finally:
             set_sync_debug_mode("default")
     found += [str(w.message) for w in caught if "synchronizing CUDA operation" in str(w.message)]
+    found += events
 
 
 def run_ahead(work: Callable[[], Any]) -> None:

@@ -137,7 +137,7 @@ class RelationalGraph:
         self._surveyed: dict[str, Rows] = {}
         self._by_host = planned_on_host(edge_type.device, len(edge_type), sum(sizes))
         self._host: RelationalGraph | None = None
-        #: Brings what is made on the host to the device of the graph.
+        #: Copies what is made on the host to the device of the graph.
         self.uploads = Uploads(edge_type.device)
         self._tables = HostTables(self.uploads)
         with planning(), self.streams:
