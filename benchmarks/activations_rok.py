@@ -10,8 +10,10 @@ and the peak that were predicted, and the fastest step and highest peak measured
 first, and of the plan that was followed last. Of that one it is what was predicted half-way through
 its comparisons, which follows the steps of the first half, and the steps that were measured since
 ("new steps", counted in pairs as the planner compares them): it shows whether predictions are
-right later, while "first" is of a plan that no step has followed yet. On a GPU the peak is the
-allocator's, on a CPU that of saved tensors.
+right later, while "first" is of a plan that no step has followed yet. "steps vary" is by how much
+the fastest of one pair of steps was slower than that of another pair of the same plan: where that
+is much, as on a host whose speed changes while a GPU waits for it, no prediction can be right. On a
+GPU the peak is the allocator's, on a CPU that of saved tensors.
 
 ROK (recompute, offload, keep; figure 5.12 of SSDTrain's chapter): tokens a second over the peak by
 batch size, for keeping all, checkpointing each layer, `save_on_cpu`, moving all raw, and the
@@ -269,6 +271,7 @@ def prediction_rows(name: str, arguments: argparse.Namespace, report: Report) ->
                 "predicted MB": round(plan.prediction.peak_bytes / 1e6, 1),
                 "measured MB": round(max(s.peak_bytes for s in steps) / 1e6, 1),
                 "peak": off(plan.prediction.peak_bytes, max(s.peak_bytes for s in steps)),
+                "steps vary": vary(found),
                 "outcome": last[-1][2].outcome,
                 "new steps": len(steps),
                 "what": what_of(plan),
@@ -286,6 +289,15 @@ def last_plan(
     last = found[-1][0].choices()
     same = takewhile(lambda each: each[0].choices() == last, reversed(found))
     return list(same)[::-1]
+
+
+def vary(found: Sequence[tuple[Plan, list[MeasuredStep], Correction]]) -> str:
+    """Return how far pairs of steps of one plan are apart: of the plan that was compared most."""
+    pairs: dict[str, list[float]] = {}
+    for plan, steps, _ in found:
+        pairs.setdefault(str(plan.choices()), []).append(min(s.step_s for s in steps))
+    most = max(pairs.values(), key=len)
+    return f"{max(most) / min(most) - 1:.1%}"
 
 
 def off(predicted: float, measured: float) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..engine.advisor.planning import MeasuredStep, Plan, StepProfile
+from ..engine.advisor.planning import MeasuredStep, Plan, StepProfile, as_measured
 from .pass_record import PassPlan
 
 #: Share by which a measured peak may be above the limit, or the lowest one: allocators round.
@@ -21,7 +21,7 @@ MOST_SECONDS_OFF, MOST_PEAK_OFF = 0.25, 0.03
 
 @dataclass(frozen=True)
 class Followed:
-    """A plan that was followed, and what its last steps took."""
+    """A plan that was followed, predicted as its last steps were measured, and these steps."""
 
     plan: Plan
     pass_plan: PassPlan
@@ -37,6 +37,14 @@ class Followed:
     def peak_bytes(self) -> float:
         """Most bytes of the device in any of them."""
         return max(step.peak_bytes for step in self.steps)
+
+
+def followed_by(
+    plan: Plan, pass_plan: PassPlan, profile: StepProfile, steps: Sequence[MeasuredStep]
+) -> Followed:
+    """Return a plan with its steps; of one that was left for another, these say what it takes."""
+    known = as_measured(plan, steps)
+    return Followed(known.predicted(plan), pass_plan, known.corrected(profile), steps)
 
 
 class FollowedPlans:

@@ -26,6 +26,7 @@ from ..engine.advisor.planning import (
     MeasuredStep,
     MemoryLimitError,
     Plan,
+    StepPrediction,
     StepProfile,
     compare,
     least_plan,
@@ -34,7 +35,7 @@ from ..engine.advisor.planning import (
 )
 from .checkpointed import CheckpointedModules, ModuleWatch, checkpointable
 from .disk_share import required_note
-from .followed import MOST_STEPS, Followed, FollowedPlans
+from .followed import MOST_STEPS, FollowedPlans, followed_by
 from .measured_link import measured_link
 from .measured_pass import MeasuredPass
 from .memory_limit import limit_bytes
@@ -121,7 +122,8 @@ class PlannedPolicy:
         self._measuring: list[tuple[MeasuredPass, int]] = []
         self._steps: list[MeasuredStep] = []
         self._compared: Correction | None = None
-        self._corrections, self._promised_s = 0, 0.0
+        self._corrections = 0
+        self._promised: StepPrediction | None = None
         self._plain = PlainPasses(may_keep=memory is None)
         #: Since the profile was made.
         self._followed = FollowedPlans(MOST_STEPS if memory is not None else COMPARED_STEPS)
@@ -376,7 +378,7 @@ class PlannedPolicy:
 
     def _follow(self, plan: Plan, passes: PassPlan, profile: StepProfile) -> None:
         self.plan, self._pass_plan, self.profile = plan, passes, profile
-        self._promised_s = plan.prediction.step_s
+        self._promised = plan.prediction
         self._planned_on = self._device()
         share = 0.0
         if self._memory is not None:
@@ -456,7 +458,7 @@ class PlannedPolicy:
 
     def _take_measured(self) -> bool:
         """Compare passes that are over with what was predicted; return whether that changes it."""
-        if self.plan is None or self.profile is None:
+        if self.plan is None or self.profile is None or self._pass_plan is None:
             return False
         for measured, unplanned in [each for each in self._measuring if each[0].is_over]:
             self._measuring.remove((measured, unplanned))
@@ -464,7 +466,6 @@ class PlannedPolicy:
                 self._steps.append(measured.step())
         if len(self._steps) < COMPARED_STEPS:
             return False
-        assert self._pass_plan is not None
         steps = self._followed.last_steps(self._pass_plan, self._steps)
         self._steps.clear()
         found = compare(
@@ -473,12 +474,12 @@ class PlannedPolicy:
             plain_step_s=self._plain.step_s,
             corrections=self._corrections,
             turn_s=self.profile.turn_s,
-            promised_s=self._promised_s,
+            promised=self._promised,
         )
-        if found.off:
-            self.plan, self.profile = found.predicted(self.plan), found.corrected(self.profile)
-        followed = Followed(self.plan, self._pass_plan, self.profile, steps)
+        followed = followed_by(self.plan, self._pass_plan, self.profile, steps)
         self._followed.add(followed)
+        if found.off:
+            self.plan, self.profile = followed.plan, followed.profile
         self._compared = found
         if found.outcome == "holds" and self._memory is not None:
             return self._go_on(limit_bytes(self._memory, self._device()), followed.peak_bytes)
@@ -529,7 +530,7 @@ class PlannedPolicy:
             self._limit_said = True
             self._warn(f"memory: {limit:,} bytes, and {peak_bytes:,.0f} were the least in a step")
         best = self._followed.best(limit)
-        if best.plan is self.plan:
+        if best.pass_plan is self._pass_plan:
             return False
         self._follow(best.plan, best.pass_plan, best.profile)
         return True

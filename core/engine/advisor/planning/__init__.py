@@ -9,6 +9,7 @@ from .correction import (
     PEAK_TOLERANCE,
     Correction,
     MeasuredStep,
+    as_measured,
     compare,
 )
 from .plan import PLAN_VERSION, Plan, SitePlan
@@ -52,6 +53,7 @@ __all__ = [
     "StepProfile",
     "Timeline",
     "adaptive_offload",
+    "as_measured",
     "candidates_of",
     "compare",
     "drawn_profile",

@@ -83,8 +83,11 @@ class Correction:
     more_bytes : int
         Bytes of the device that the profile did not know.
     off : bool
-        Whether the plan goes on although its step takes another time than predicted. All times have
-        the same factor then, so that later plans are chosen as before.
+        Whether the plan goes on although its step takes another time, or its peak is another one,
+        than predicted. All times have the same factor then, so that later plans are chosen as
+        before.
+    peak_bytes : float, optional
+        The peak that is predicted of it since.
     """
 
     outcome: Outcome
@@ -98,10 +101,16 @@ class Correction:
     replays: float = 1.0
     forward: float = 1.0
     off: bool = False
+    peak_bytes: float | None = None
 
     def predicted(self, plan: Plan) -> Plan:
-        """Return a plan that goes on with the seconds that are predicted of it since."""
-        return replace(plan, prediction=plan.prediction.scaled(self.compute))
+        """Return a plan that goes on with what is predicted of it since."""
+        if not self.off:
+            return plan
+        prediction = plan.prediction.scaled(self.compute)
+        if self.peak_bytes is not None:
+            prediction = replace(prediction, peak_bytes=self.peak_bytes)
+        return replace(plan, prediction=prediction)
 
     def corrected(self, profile: StepProfile) -> StepProfile:
         """Return the profile as the comparison has it."""
@@ -124,7 +133,7 @@ def compare(
     plain_step_s: float | None = None,
     corrections: int = 0,
     turn_s: float | None = None,
-    promised_s: float | None = None,
+    promised: StepPrediction | None = None,
 ) -> Correction:
     """Compare a plan's prediction with steps that followed it.
 
@@ -143,9 +152,9 @@ def compare(
         backward pass, in which nothing is packed, shows how long compute takes, and the forward
         pass what is added to that: by packing, or where that takes less than `LEAST_ENCODING` of
         it by hooks.
-    promised_s : float, optional
-        Seconds that were predicted when the plan was chosen. What it was predicted to take since
-        makes no step slow that keeps this.
+    promised : StepPrediction, optional
+        What was predicted when the plan was chosen. What it was predicted to take since makes no
+        step slow, and no peak high, that keeps this.
 
     Returns
     -------
@@ -169,37 +178,59 @@ def compare(
     )
     may_keep = plan.memory_bytes is None or plan.plain.peak_bytes <= plan.memory_bytes
     allowed_s = plain_s * (1 + plan.slowdown)
-    expected_s = max(predicted.step_s, promised_s or 0.0)
+    promised = promised or predicted
+    expected_s = max(predicted.step_s, promised.step_s)
+    expected_bytes = max(predicted.peak_bytes, promised.peak_bytes)
     slow = fastest.step_s > expected_s * (1 + STEP_TOLERANCE)
     if may_keep and plain_step_s is not None:  # as predicted, but no better than keeping all
         slow |= fastest.step_s > allowed_s * (1 + STEP_TOLERANCE)
-    high = peak > predicted.peak_bytes * (1 + PEAK_TOLERANCE)
+    high = peak > expected_bytes * (1 + PEAK_TOLERANCE)
     if plan.memory_bytes is not None and peak > plan.memory_bytes:
         high = True
     if plan.serial:  # no plan takes less, whatever it costs
-        return Correction("holds", f"Left as the plan of least memory: {figures}.")
+        reason = f"Left as the plan of least memory: {figures}."
+        return replace(as_measured(plan, steps), reason=reason)
     if plan.declined or not (slow or high):
-        return _going_on(f"The plan holds: {figures}.", plan, fastest)
+        return replace(as_measured(plan, steps), reason=f"The plan holds: {figures}.")
     if may_keep and (corrections >= MOST_CORRECTIONS or peak >= plan.plain.peak_bytes):
         return Correction("withdrawn", f"Withdrawn, everything is kept: {figures}.")
     if not may_keep and corrections >= MOST_CORRECTIONS:
-        return _going_on(f"Left as it is, for it cannot be kept: {figures}.", plan, fastest)
+        reason = f"Left as it is, for it cannot be kept: {figures}."
+        return replace(as_measured(plan, steps), reason=reason)
     plain = plain_s / max(plan.plain.step_s, 1e-12)
     factors: dict[str, Any] = _factors(predicted, fastest, slow, plain, turn_s)
-    more = max(0, round(peak - predicted.peak_bytes)) if high else 0
+    more = max(0, round(peak - expected_bytes)) if high else 0
     said = f"Corrected: {figures}"
     if may_keep and fastest.step_s > allowed_s:
         said += f"; {allowed_s * 1e3:.4g} ms are allowed"
     return Correction("corrected", f"{said}.", more_bytes=more, **factors)
 
 
-def _going_on(reason: str, plan: Plan, measured: MeasuredStep) -> Correction:
-    """Return that a plan goes on, and by how much its prediction is off."""
-    factor = _factor(measured.step_s, plan.prediction.step_s)
-    if plan.declined or abs(factor - 1) <= STEP_TOLERANCE:
-        return Correction("holds", reason)
+def as_measured(plan: Plan, steps: Sequence[MeasuredStep]) -> Correction:
+    """Return by how much a plan's prediction is off what steps of it took, if it goes on.
+
+    Parameters
+    ----------
+    plan : Plan
+        The plan.
+    steps : sequence of MeasuredStep
+        One or more; the fastest counts, and the highest peak.
+
+    Returns
+    -------
+    Correction
+        One that holds, of which `Correction.off` says whether it changes anything: that is where
+        the step is off by more than `STEP_TOLERANCE`, or the peak by more than `PEAK_TOLERANCE`.
+    """
+    factor = _factor(min(step.step_s for step in steps), plan.prediction.step_s)
+    peak = max(step.peak_bytes for step in steps)
+    if abs(factor - 1) <= STEP_TOLERANCE:
+        factor = 1.0
+    is_peak_off = abs(_factor(peak, plan.prediction.peak_bytes) - 1) > PEAK_TOLERANCE
+    if plan.declined or not (factor != 1 or is_peak_off):
+        return Correction("holds", "")
     times: dict[str, Any] = dict.fromkeys(("compute", "codecs", "link", "disk"), factor)
-    return Correction("holds", reason, off=True, **times)
+    return Correction("holds", "", off=True, peak_bytes=peak if is_peak_off else None, **times)
 
 
 def _factors(
@@ -279,7 +310,7 @@ def _explained_s(
     )
 
 
-def _factor(measured_s: float | None, predicted_s: float) -> float:
-    if measured_s is None or predicted_s <= 0 or measured_s <= 0:
+def _factor(measured: float | None, predicted: float) -> float:
+    if measured is None or predicted <= 0 or measured <= 0:
         return 1.0
-    return measured_s / predicted_s
+    return measured / predicted
