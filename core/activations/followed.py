@@ -61,8 +61,12 @@ class FollowedPlans:
         self._most_steps = most_steps
 
     def last_steps(self, pass_plan: PassPlan, steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
-        """Return the last steps of a plan of one kind, of which these are the newest."""
-        for known in self._plans:
+        """Return the last steps of a plan of one kind, of which these are the newest.
+
+        Of one that is followed again behind another plan these alone: what it took before says
+        whether to try it once more, and no longer what it takes.
+        """
+        for known in self._plans[-1:]:
             if known.pass_plan is pass_plan and _alike(known.steps, steps):
                 return [*known.steps, *steps][-self._most_steps :]
         return list(steps)
