@@ -199,7 +199,9 @@ def compare(
         return replace(as_measured(plan, steps), reason=reason)
     plain = plain_s / max(plan.plain.step_s, 1e-12)
     factors: dict[str, Any] = _factors(predicted, fastest, slow, plain, turn_s)
-    more = max(0, round(peak - expected_bytes)) if high else 0
+    # What was measured of a plan before it was followed again may be above its limit.
+    known_bytes = min(expected_bytes, plan.memory_bytes or math.inf)
+    more = max(0, round(peak - known_bytes)) if high else 0
     said = f"Corrected: {figures}"
     if may_keep and fastest.step_s > allowed_s:
         said += f"; {allowed_s * 1e3:.4g} ms are allowed"

@@ -18,6 +18,7 @@ from bitslab.engine.advisor.planning import (
     StepPrediction,
     StepProfile,
     Timeline,
+    as_measured,
     compare,
     drawn_profile,
     make_plan,
@@ -172,6 +173,18 @@ def test_a_plan_is_not_corrected_for_steps_that_keep_what_was_promised(limited: 
         assert plan.prediction.step_s == pytest.approx(step.step_s, rel=0.05)
         assert plan.prediction.peak_bytes == pytest.approx(step.peak_bytes, rel=0.03)
     assert all(offs)
+
+
+def test_a_plan_that_was_above_its_limit_before_is_corrected_by_what_is_above() -> None:
+    """Followed again it is predicted so, and no less than that is planned for."""
+    limit = 130_000_000
+    plan = make_plan(drawn_profile(0, 12), memory_bytes=limit)
+    step = MeasuredStep(plan.prediction.step_s, 1.1 * limit)
+    again = as_measured(plan, [step]).predicted(plan)
+    assert again.prediction.peak_bytes == step.peak_bytes
+    found = compare(again, [step, step], promised=again.prediction)
+    assert found.outcome == "corrected"
+    assert found.more_bytes == pytest.approx(0.1 * limit)
 
 
 #: Steps on an H200 at hidden 2,048 x 8 layers, batch 8: a prediction, `turn_s`, what was measured.
