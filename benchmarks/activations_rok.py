@@ -297,7 +297,7 @@ def vary(found: Sequence[tuple[Plan, list[MeasuredStep], Correction]]) -> str:
     for plan, steps, _ in found:
         pairs.setdefault(str(plan.choices()), []).append(min(s.step_s for s in steps))
     most = max(pairs.values(), key=len)
-    return f"{max(most) / min(most) - 1:.1%}"
+    return f"{max(most) / min(most) - 1:.1%}" if len(most) > 1 else "-"
 
 
 def off(predicted: float, measured: float) -> str:

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ..engine.advisor.planning import MeasuredStep, Plan, StepProfile, as_measured
+from ..engine.advisor.planning import (
+    MeasuredStep,
+    Plan,
+    StepPrediction,
+    StepProfile,
+    as_measured,
+)
 from .pass_record import PassPlan
 
 #: Share by which a measured peak may be above the limit, or the lowest one: allocators round.
@@ -21,30 +27,43 @@ MOST_SECONDS_OFF, MOST_PEAK_OFF = 0.25, 0.03
 
 @dataclass(frozen=True)
 class Followed:
-    """A plan that was followed, predicted as its last steps were measured, and these steps."""
+    """A plan that is followed, and what its last steps took.
+
+    Parameters
+    ----------
+    plan : Plan
+        The plan, predicted as its steps were measured.
+    pass_plan : PassPlan
+        What passes do that follow it.
+    profile : StepProfile
+        What it was made from, with the seconds that its steps took.
+    promised : StepPrediction
+        What was predicted when it was made, and bytes that the profile knows.
+    steps : sequence of MeasuredStep
+        None before it was compared.
+    """
 
     plan: Plan
     pass_plan: PassPlan
     profile: StepProfile
-    steps: Sequence[MeasuredStep]
+    promised: StepPrediction
+    steps: Sequence[MeasuredStep] = ()
 
     @property
     def step_s(self) -> float:
-        """Seconds of the fastest one."""
+        """Seconds of the fastest step."""
         return min(step.step_s for step in self.steps)
 
     @property
     def peak_bytes(self) -> float:
-        """Most bytes of the device in any of them."""
+        """Most bytes of the device in any step."""
         return max(step.peak_bytes for step in self.steps)
 
-
-def followed_by(
-    plan: Plan, pass_plan: PassPlan, profile: StepProfile, steps: Sequence[MeasuredStep]
-) -> Followed:
-    """Return a plan with its steps; of one that was left for another, these say what it takes."""
-    known = as_measured(plan, steps)
-    return Followed(known.predicted(plan), pass_plan, known.corrected(profile), steps)
+    def measured(self, steps: Sequence[MeasuredStep]) -> Followed:
+        """Return it as these steps of it were measured, in the place of those before."""
+        known = as_measured(self.plan, steps)
+        plan, profile = known.predicted(self.plan), known.corrected(self.profile)
+        return replace(self, plan=plan, profile=profile, steps=steps)
 
 
 class FollowedPlans:
@@ -60,14 +79,14 @@ class FollowedPlans:
         self._plans: list[Followed] = []
         self._most_steps = most_steps
 
-    def last_steps(self, pass_plan: PassPlan, steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
+    def last_steps(self, following: Followed, steps: Sequence[MeasuredStep]) -> list[MeasuredStep]:
         """Return the last steps of a plan of one kind, of which these are the newest.
 
         Of one that is followed again behind another plan these alone: what it took before says
         whether to try it once more, and no longer what it takes.
         """
         for known in self._plans[-1:]:
-            if known.pass_plan is pass_plan and _alike(known.steps, steps):
+            if known.pass_plan is following.pass_plan and _alike(known.steps, steps):
                 return [*known.steps, *steps][-self._most_steps :]
         return list(steps)
 

@@ -26,7 +26,6 @@ from ..engine.advisor.planning import (
     MeasuredStep,
     MemoryLimitError,
     Plan,
-    StepPrediction,
     StepProfile,
     compare,
     least_plan,
@@ -35,11 +34,11 @@ from ..engine.advisor.planning import (
 )
 from .checkpointed import CheckpointedModules, ModuleWatch, checkpointable
 from .disk_share import required_note
-from .followed import MOST_STEPS, FollowedPlans, followed_by
+from .followed import MOST_STEPS, Followed, FollowedPlans
 from .measured_link import measured_link
 from .measured_pass import MeasuredPass
 from .memory_limit import limit_bytes
-from .pass_record import PassPlan, PassRecord
+from .pass_record import PassRecord
 from .plain_passes import PlainPasses
 from .planned_passes import choice_of, packed_bytes, pass_plan
 from .planned_tiers import PlannedTiers
@@ -79,13 +78,6 @@ class PlannedPolicy:
         Which sites may be moved.
     every : int
         Of so many passes two are compared with the prediction.
-
-    Attributes
-    ----------
-    plan : Plan or None
-        What is followed; None until a step was profiled.
-    profile : StepProfile or None
-        What it was made from.
     """
 
     def __init__(
@@ -107,10 +99,8 @@ class PlannedPolicy:
         self._tiers = PlannedTiers(Tiers())
         self._modules: CheckpointedModules | None = None
         self._running = threading.local()
-        self.plan: Plan | None = None
+        self._following: Followed | None = None
         self._recorded: RecordedStep | None = None
-        self.profile: StepProfile | None = None
-        self._pass_plan: PassPlan | None = None
         self._planned_on = torch.device("cpu")
         self._fits = False
         self.resting = RestingPasses()
@@ -123,12 +113,10 @@ class PlannedPolicy:
         self._steps: list[MeasuredStep] = []
         self._compared: Correction | None = None
         self._corrections = 0
-        self._promised: StepPrediction | None = None
         self._plain = PlainPasses(may_keep=memory is None)
         #: Since the profile was made.
         self._followed = FollowedPlans(MOST_STEPS if memory is not None else COMPARED_STEPS)
-        self._tried_without_moves = False
-        self._withdrawn = self._limit_said = self._loss_said = False
+        self._tried_without_moves = self._withdrawn = self._limit_said = self._loss_said = False
         self._seen: dict[str, Site] = {}
         #: Sites that were not as planned, with how often.
         self._unplanned: dict[str, int] = {}
@@ -171,6 +159,16 @@ class PlannedPolicy:
         """Return what is to be called when a module of the running pass is computed again."""
         record: PassRecord = self._running.record
         return functools.partial(record.begin_module, module, self._planned_on)
+
+    @property
+    def plan(self) -> Plan | None:
+        """What is followed; None until a step was profiled."""
+        return None if self._following is None else self._following.plan
+
+    @property
+    def profile(self) -> StepProfile | None:
+        """What it was made from."""
+        return None if self._following is None else self._following.profile
 
     @property
     def is_idle(self) -> bool:
@@ -239,9 +237,10 @@ class PlannedPolicy:
             without_plan = profiled or plain is not None
             changed |= without_plan != self._without_plan
             self._without_plan = without_plan
-            if self.plan is not None and not self._withdrawn and not without_plan:
-                if not self.plan.declined:
-                    entered.plan = self._pass_plan
+            following = self._following
+            if following is not None and not self._withdrawn and not without_plan:
+                if not following.plan.declined:
+                    entered.plan = following.pass_plan
                     self._measure(entered)
                 self._planned_passes += 1
             self._running.record = entered
@@ -374,11 +373,10 @@ class PlannedPolicy:
             self._recorded.views,
             falls_back_to_keeping=self._memory is None,
         )
-        self._follow(plan, passes, profile)
+        self._follow(Followed(plan, passes, profile, plan.prediction))
 
-    def _follow(self, plan: Plan, passes: PassPlan, profile: StepProfile) -> None:
-        self.plan, self._pass_plan, self.profile = plan, passes, profile
-        self._promised = plan.prediction
+    def _follow(self, followed: Followed) -> None:
+        self._following, plan = followed, followed.plan
         self._planned_on = self._device()
         share = 0.0
         if self._memory is not None:
@@ -414,14 +412,15 @@ class PlannedPolicy:
 
     def _take_lost(self) -> bool:
         """Plan anew where the disk failed, or is full; return whether there is another plan."""
-        if self.plan is None or self.profile is None or self._withdrawn:
+        if self._following is None or self._withdrawn:
             return False
-        written_bytes = self.plan.prediction.written_bytes
+        plan, profile = self._following.plan, self._following.profile
+        written_bytes = plan.prediction.written_bytes
         fields = self._tiers.lost(written_bytes)
-        if not fields or self.profile.disk is None:
+        if not fields or profile.disk is None:
             return False
         if not written_bytes:
-            self.profile = replace(self.profile, **fields)
+            self._following = replace(self._following, profile=replace(profile, **fields))
             return False
         if not self._loss_said:
             self._loss_said = True
@@ -429,18 +428,18 @@ class PlannedPolicy:
         self._corrections = 0
         self._followed.clear()
         self._tried_without_moves = False
-        self._plan(replace(self.profile, **fields))
+        self._plan(replace(profile, **fields))
         return True
 
     def _take_refused(self) -> bool:
         """Plan without modules that gave other bits; return whether there is another plan."""
-        if self._modules is None or self.plan is None or self.profile is None:
+        if self._modules is None or self._following is None:
             return False
-        refused = self._modules.refused
-        if self._withdrawn or not any(each.module in refused for each in self.profile.modules):
+        profile, refused = self._following.profile, self._modules.refused
+        if self._withdrawn or not any(each.module in refused for each in profile.modules):
             return False
         self._followed.clear()  # of these modules some are computed again
-        self._plan(self.profile.without_modules(refused))
+        self._plan(profile.without_modules(refused))
         return True
 
     def _measure(self, entered: PassRecord) -> None:
@@ -458,7 +457,8 @@ class PlannedPolicy:
 
     def _take_measured(self) -> bool:
         """Compare passes that are over with what was predicted; return whether that changes it."""
-        if self.plan is None or self.profile is None or self._pass_plan is None:
+        following = self._following
+        if following is None:
             return False
         for measured, unplanned in [each for each in self._measuring if each[0].is_over]:
             self._measuring.remove((measured, unplanned))
@@ -466,73 +466,73 @@ class PlannedPolicy:
                 self._steps.append(measured.step())
         if len(self._steps) < COMPARED_STEPS:
             return False
-        steps = self._followed.last_steps(self._pass_plan, self._steps)
+        steps = self._followed.last_steps(following, self._steps)
         self._steps.clear()
         found = compare(
-            self.plan,
+            following.plan,
             steps,
             plain_step_s=self._plain.step_s,
             corrections=self._corrections,
-            turn_s=self.profile.turn_s,
-            promised=self._promised,
+            turn_s=following.profile.turn_s,
+            promised=following.promised,
         )
-        followed = followed_by(self.plan, self._pass_plan, self.profile, steps)
+        followed = following.measured(steps)
         self._followed.add(followed)
         if found.off:
-            self.plan, self.profile = followed.plan, followed.profile
+            self._following = followed
         self._compared = found
         if found.outcome == "holds" and self._memory is not None:
-            return self._go_on(limit_bytes(self._memory, self._device()), followed.peak_bytes)
+            return self._go_on(followed, limit_bytes(self._memory, self._device()))
         if found.outcome == "withdrawn":
             self._withdrawn = True
             if self._modules is not None:
                 self._modules.apply(())
         elif found.outcome == "corrected":
             self._corrections += 1
-            self._plan(found.corrected(self.profile))
+            self._plan(found.corrected(following.profile))
         return found.outcome != "holds"
 
-    def _try_without_moves(self) -> bool:
+    def _try_without_moves(self, following: Followed) -> bool:
         """Follow a plan that recomputes where it can, once behind corrections; return whether.
 
         What copies cost the work beside them is known of the steps that were compared alone: where
         they were slower than predicted, one that moves little may be the fastest.
         """
-        assert self.plan is not None and self.profile is not None
-        moves = self.plan.prediction.link_bytes or self.plan.prediction.written_bytes
-        if self._tried_without_moves or not self._corrections or self.plan.serial:
+        plan, profile = following.plan, following.profile
+        moves = plan.prediction.link_bytes or plan.prediction.written_bytes
+        if self._tried_without_moves or not self._corrections or plan.serial:
             return False
         if not (moves and self._recompute):
             return False
         self._tried_without_moves = True
-        dear = self.profile.scaled(link=MOST_FACTOR, disk=MOST_FACTOR)
+        dear = profile.scaled(link=MOST_FACTOR, disk=MOST_FACTOR)
         made = self._made(dear)
         if made.serial:  # nothing but moves keeps the limit
             return False
         self._corrections = MOST_CORRECTIONS  # it is dear by intent
         # Chosen as if moves were dear; what is published and compared is what they take.
-        self._follow_made(predicted_again(made, self.profile), self.profile)
+        self._follow_made(predicted_again(made, profile), profile)
         return True
 
-    def _go_on(self, limit: int, peak_bytes: float) -> bool:
+    def _go_on(self, following: Followed, limit: int) -> bool:
         """Follow the best plan of a profile from now on; return whether it is another one.
 
         The last one was made to be as predicted, which may be slower. Where none keeps the limit
         for what copies on their way take, one is tried under which there are none.
         """
-        assert self.plan is not None and self.profile is not None
-        if self._try_without_moves():
+        plan, profile, peak_bytes = following.plan, following.profile, following.peak_bytes
+        if self._try_without_moves(following):
             return True
-        if self._followed.needs_least(max(limit, self.plan.memory_bytes or 0)):
-            self._follow_made(self._least(self.profile, limit), self.profile)
+        if self._followed.needs_least(max(limit, plan.memory_bytes or 0)):
+            self._follow_made(self._least(profile, limit), profile)
             return True
-        if self.plan.serial and peak_bytes > limit and not self._limit_said:
+        if plan.serial and peak_bytes > limit and not self._limit_said:
             self._limit_said = True
             self._warn(f"memory: {limit:,} bytes, and {peak_bytes:,.0f} were the least in a step")
         best = self._followed.best(limit)
-        if best.pass_plan is self._pass_plan:
+        if best.pass_plan is following.pass_plan:
             return False
-        self._follow(best.plan, best.pass_plan, best.profile)
+        self._follow(best)
         return True
 
     def _warn(self, what: str) -> None:

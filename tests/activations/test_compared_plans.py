@@ -40,19 +40,21 @@ def test_the_best_plan_that_was_followed_goes_on(
     """The first one takes 2 s a step and the second one 3, whether that keeps the limit or not."""
     followed: list[Plan] = []
     counts: list[int] = []
+    promises: list[object] = []
     took = iter([2.0, 2.0, 3.0, 3.0] + [2.0] * 30)
     peaks = iter([LIMIT, LIMIT, LIMIT * second_peak, LIMIT * second_peak] + [LIMIT] * 30)
 
-    def compare(plan: Plan, found: list[MeasuredStep], **_: Any) -> Correction:
+    def compare(plan: Plan, found: list[MeasuredStep], promised: object, **_: Any) -> Correction:
         followed.append(plan)
         counts.append(len(found))
+        promises.append(promised)
         outcome = "corrected" if len(followed) == 1 else "holds"
         return Correction(outcome, f"Said: {outcome}.", link=2.0)  # type: ignore[arg-type]
 
     monkeypatch.setattr(planned_module, "compare", compare)
     monkeypatch.setattr(MeasuredPass, "step", lambda _: MeasuredStep(next(took), next(peaks)))
     # One that recomputes would take as long as the first one: the next test is of that.
-    monkeypatch.setattr(planned_module.PlannedPolicy, "_try_without_moves", lambda _: False)
+    monkeypatch.setattr(planned_module.PlannedPolicy, "_try_without_moves", lambda *_: False)
     offload = check(blocks, n=20, memory=LIMIT, profile_every=4)
     assert followed[0] is not followed[1]
     assert offload.plan.choices() == followed[0].choices()
@@ -60,6 +62,8 @@ def test_the_best_plan_that_was_followed_goes_on(
     assert offload.plan.prediction.step_s == pytest.approx(2.0)
     assert offload.plan.prediction.peak_bytes == pytest.approx(LIMIT, rel=0.03)
     assert followed[2] is offload.plan
+    # What it was made to keep makes it neither slow nor high.
+    assert promises[:3] == [each.prediction for each in (*followed[:2], followed[0])]
     # What it took before it was left does not count with what it takes now.
     assert counts[:5] == [2, 2, 2, 4, 6]
 

@@ -153,8 +153,8 @@ def compare(
         pass what is added to that: by packing, or where that takes less than `LEAST_ENCODING` of
         it by hooks.
     promised : StepPrediction, optional
-        What was predicted when the plan was chosen. What it was predicted to take since makes no
-        step slow, and no peak high, that keeps this.
+        What was predicted when the plan was made from its profile; as now when left out. What it
+        was predicted to take since makes no step slow, and no peak high, that keeps this.
 
     Returns
     -------
@@ -199,9 +199,8 @@ def compare(
         return replace(as_measured(plan, steps), reason=reason)
     plain = plain_s / max(plan.plain.step_s, 1e-12)
     factors: dict[str, Any] = _factors(predicted, fastest, slow, plain, turn_s)
-    # What was measured of a plan before it was followed again may be above its limit.
-    known_bytes = min(expected_bytes, plan.memory_bytes or math.inf)
-    more = max(0, round(peak - known_bytes)) if high else 0
+    # Measured peaks change the prediction, and not the profile: it knows what was promised.
+    more = max(0, round(peak - promised.peak_bytes)) if high else 0
     said = f"Corrected: {figures}"
     if may_keep and fastest.step_s > allowed_s:
         said += f"; {allowed_s * 1e3:.4g} ms are allowed"

@@ -175,16 +175,21 @@ def test_a_plan_is_not_corrected_for_steps_that_keep_what_was_promised(limited: 
     assert all(offs)
 
 
-def test_a_plan_that_was_above_its_limit_before_is_corrected_by_what_is_above() -> None:
-    """Followed again it is predicted so, and no less than that is planned for."""
-    limit = 130_000_000
-    plan = make_plan(drawn_profile(0, 12), memory_bytes=limit)
-    step = MeasuredStep(plan.prediction.step_s, 1.1 * limit)
-    again = as_measured(plan, [step]).predicted(plan)
-    assert again.prediction.peak_bytes == step.peak_bytes
-    found = compare(again, [step, step], promised=again.prediction)
+@pytest.mark.parametrize("before", [0.9, 1.05, 1.1], ids=str)
+def test_a_profile_is_corrected_by_all_that_it_does_not_know(before: float) -> None:
+    """However the prediction has followed other peaks since."""
+    profile = drawn_profile(0, 12)
+    made = make_plan(profile, memory_bytes=130_000_000)
+    limit = made.memory_bytes or 0
+    step = MeasuredStep(made.prediction.step_s, before * made.prediction.peak_bytes)
+    known = as_measured(made, [step])
+    plan, profile = known.predicted(made), known.corrected(profile)
+    assert plan.prediction.peak_bytes == step.peak_bytes
+    high = MeasuredStep(step.step_s, 1.2 * limit)
+    found = compare(plan, [high, high], promised=made.prediction)
     assert found.outcome == "corrected"
-    assert found.more_bytes == pytest.approx(0.1 * limit)
+    missing_bytes = round(high.peak_bytes - made.prediction.peak_bytes)
+    assert found.corrected(profile).unprofiled_bytes == profile.unprofiled_bytes + missing_bytes
 
 
 #: Steps on an H200 at hidden 2,048 x 8 layers, batch 8: a prediction, `turn_s`, what was measured.
