@@ -201,12 +201,23 @@ def _equal(a: Size, b: Size, broadcast: bool = True) -> Size:
         return b
     if isinstance(a, tuple) and isinstance(b, tuple):
         return tuple(_equal(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, _Symbol):
-        a.known = b
-        return b
-    if isinstance(b, _Symbol):
-        b.known = a
+    for symbol, other in ((a, b), (b, a)):
+        if isinstance(symbol, _Symbol):
+            factor = _factor(other, symbol)
+            if factor > 1 and not broadcast:
+                raise ArgumentError(f"a size would be {factor} times itself")
+            if factor != 1:  # 1: equal whatever the symbol is
+                symbol.known = 1 if factor else other
+            return other
     return a
+
+
+def _factor(term: Size, symbol: _Symbol) -> int:
+    """Return how many times a symbol a size is, 0 where it does not depend on it."""
+    term = _resolved(term)
+    if isinstance(term, tuple):
+        return int(_resolved(term[0])) * _factor(term[1], symbol)
+    return int(term is symbol)
 
 
 def _resolved(term: Size) -> Size:

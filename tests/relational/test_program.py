@@ -405,6 +405,27 @@ def test_explain_of_a_graph_alone_takes_vectors_where_numbers_do_not_fit():
         heads.compile().explain(graph)
 
 
+@pytest.mark.parametrize("heads, shapes", [(1, "x [6, F1], c [6, F1]"), (2, "x [6, 2], c [6, 2]")])
+def test_explain_of_a_graph_alone_where_rows_and_their_heads_take_one_factor(heads, shapes):
+    @rel.program
+    def factor(g, x, c):
+        return g.src(x) * g.src(c), rel.split(g.src(x), heads) * g.src(c)
+
+    graph, compiled = random_graph(0, 6, 6, 20, 3), factor.compile()
+    assert f"for {shapes}, of" in compiled.explain(graph)
+    inputs = [torch.randn(6, heads) for _ in range(2)]
+    assert compiled(graph, *inputs)[1].shape == (20, heads, heads)
+
+
+def test_explain_of_a_graph_alone_when_no_weight_fits_rows_and_their_heads():
+    @rel.program
+    def weighted(g, x, weight):
+        return g.src(x) @ weight, rel.split(g.src(x), 2) @ weight
+
+    with pytest.raises(ArgumentError, match="a size would be 2 times itself"):
+        weighted.compile().explain(random_graph(0, 6, 6, 20, 3))
+
+
 def test_inputs_that_are_outputs_inside_torch_compile(fresh_compiler):
     @rel.program
     def returned(g, y, e):
