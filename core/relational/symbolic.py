@@ -203,21 +203,28 @@ def _equal(a: Size, b: Size, broadcast: bool = True) -> Size:
         return tuple(_equal(x, y) for x, y in zip(a, b, strict=True))
     for symbol, other in ((a, b), (b, a)):
         if isinstance(symbol, _Symbol):
-            factor = _factor(other, symbol)
-            if factor > 1 and not broadcast:
-                raise ArgumentError(f"a size would be {factor} times itself")
-            if factor != 1:  # 1: equal whatever the symbol is
-                symbol.known = 1 if factor else other
+            rest = _factors(other)
+            if symbol not in rest:
+                symbol.known = other
+                return other
+            rest.remove(symbol)
+            if broadcast and any(factor != 1 for factor in rest):
+                symbol.known = 1
+                return other
+            for factor in rest:
+                if isinstance(factor, _Symbol):
+                    factor.known = 1
+                elif factor != 1:
+                    raise ArgumentError(f"a size would be {factor} times itself")
             return other
     return a
 
 
-def _factor(term: Size, symbol: _Symbol) -> int:
-    """Return how many times a symbol a size is, 0 where it does not depend on it."""
+def _factors(term: Size) -> list[Size]:
     term = _resolved(term)
     if isinstance(term, tuple):
-        return int(_resolved(term[0])) * _factor(term[1], symbol)
-    return int(term is symbol)
+        return [*_factors(term[0]), *_factors(term[1])]
+    return [term]
 
 
 def _resolved(term: Size) -> Size:

@@ -417,6 +417,20 @@ def test_explain_of_a_graph_alone_where_rows_and_their_heads_take_one_factor(hea
     assert compiled(graph, *inputs)[1].shape == (20, heads, heads)
 
 
+def test_explain_of_a_graph_alone_where_rows_and_their_flattened_rows_are_of_one_size():
+    @rel.program
+    def joined(g, x):
+        return g.src(x) + rel.flatten(g.src(x))
+
+    @rel.program
+    def weighted(g, x, weight):
+        return rel.flatten(g.src(x)) @ weight, g.src(x) @ weight
+
+    graph = random_graph(0, 6, 6, 20, 3)
+    assert "for x [6, F1, 1], of" in joined.compile().explain(graph)
+    assert "for x [6, 1, F1], weight [F1, F2], of" in weighted.compile().explain(graph)
+
+
 def test_explain_of_a_graph_alone_when_no_weight_fits_rows_and_their_heads():
     @rel.program
     def weighted(g, x, weight):
