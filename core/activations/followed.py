@@ -14,7 +14,8 @@ from ..engine.advisor.planning import (
 )
 from .pass_record import PassPlan
 
-#: Share by which a measured peak may be above the limit, or the lowest one: allocators round.
+#: Share by which peaks that are above the limit may differ from it, or from the lowest one, before
+#: the plan of least memory is tried, or the lowest one followed: allocators round.
 NEAR_PEAK = 0.005
 #: Last steps of a plan under a limit of memory that are compared; without, it is as many as are
 #: measured of those that keep everything. The fastest of two may take a sixth longer than that of
@@ -40,7 +41,7 @@ class Followed:
     promised : StepPrediction
         What was predicted when it was made, and bytes that the profile knows.
     steps : sequence of MeasuredStep
-        None before it was compared.
+        Empty before it was compared.
     """
 
     plan: Plan
@@ -100,10 +101,14 @@ class FollowedPlans:
         self._plans.clear()
 
     def best(self, memory_bytes: int) -> Followed:
-        """Return the fastest one of those that keep a limit, or that are nearest to it."""
+        """Return the fastest one of those that keep a limit, or that are nearest to it.
+
+        Of several that are as fast it is the last one that was added.
+        """
         nearest = min(each.peak_bytes for each in self._plans)
-        most = max(memory_bytes, nearest) * (1 + NEAR_PEAK)
-        return min((f for f in self._plans if f.peak_bytes <= most), key=lambda f: f.step_s)
+        most = memory_bytes if nearest <= memory_bytes else nearest * (1 + NEAR_PEAK)
+        keeping = [each for each in reversed(self._plans) if each.peak_bytes <= most]
+        return min(keeping, key=lambda each: each.step_s)
 
     def needs_least(self, memory_bytes: int) -> bool:
         """Return whether none keeps a limit, and the one of least memory is not among them."""

@@ -321,15 +321,12 @@ class PlannedPolicy:
         link, share = measured_link(recorder.device, self._warn)
         recorded = recorder.recorded(self._times(recorder.device), link, modules, earlier)
         self._recorded = recorded
-        self._corrections = 0
-        self._followed.clear()
-        self._tried_without_moves = False
         profile = self._plain.use_profile(recorded.profile)
         if profile.link is not None:
             on_gpu = self._device().type == "cuda"
             behind = self._tiers.fields(profile, on_gpu=on_gpu)
             profile = replace(profile, link_share_both_ways=share, **behind)
-        self._plan(profile)
+        self._plan_anew(profile)
         return True
 
     def _is_larger(self, recorder: StepRecorder) -> bool:
@@ -359,6 +356,13 @@ class PlannedPolicy:
                 return None
 
         return times
+
+    def _plan_anew(self, profile: StepProfile) -> None:
+        """Plan a profile of which none of the plans that were followed before was made."""
+        self._corrections = 0
+        self._followed.clear()
+        self._tried_without_moves = False
+        self._plan(profile)
 
     def _plan(self, profile: StepProfile) -> None:
         """Plan a profile, and follow that from now on."""
@@ -414,21 +418,18 @@ class PlannedPolicy:
         """Plan anew where the disk failed, or is full; return whether there is another plan."""
         if self._following is None or self._withdrawn:
             return False
-        plan, profile = self._following.plan, self._following.profile
-        written_bytes = plan.prediction.written_bytes
-        fields = self._tiers.lost(written_bytes)
+        profile, predicted = self._following.profile, self._following.plan.prediction
+        fields = self._tiers.lost(predicted.written_bytes)
         if not fields or profile.disk is None:
             return False
-        if not written_bytes:
+        if not predicted.written_bytes:
             self._following = replace(self._following, profile=replace(profile, **fields))
+            self._followed.clear()  # others may write
             return False
         if not self._loss_said:
             self._loss_said = True
             self._warn(f"the disk does not take what was planned. {self._tiers.note}")
-        self._corrections = 0
-        self._followed.clear()
-        self._tried_without_moves = False
-        self._plan(replace(profile, **fields))
+        self._plan_anew(replace(profile, **fields))
         return True
 
     def _take_refused(self) -> bool:
@@ -438,8 +439,7 @@ class PlannedPolicy:
         profile, refused = self._following.profile, self._modules.refused
         if self._withdrawn or not any(each.module in refused for each in profile.modules):
             return False
-        self._followed.clear()  # of these modules some are computed again
-        self._plan(profile.without_modules(refused))
+        self._plan_anew(profile.without_modules(refused))
         return True
 
     def _measure(self, entered: PassRecord) -> None:

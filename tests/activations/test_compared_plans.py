@@ -74,9 +74,11 @@ def test_a_plan_that_is_faster_than_predicted_goes_on_and_is_predicted_anew(
     """Steps take far less than the first comparison expects, and so do all that follow."""
     plain: Any = vars(planned_module)["compare"]
     compared: list[tuple[Plan, Correction]] = []
+    promises: list[object] = []
 
     def compare(plan: Plan, found: list[MeasuredStep], **options: Any) -> Correction:
         compared.append((plan, plain(plan, found, **options)))
+        promises.append(options["promised"])
         return compared[-1][1]
 
     monkeypatch.setattr(planned_module, "compare", compare)
@@ -87,7 +89,38 @@ def test_a_plan_that_is_faster_than_predicted_goes_on_and_is_predicted_anew(
     assert second.choices() == first.choices() and second.plain == first.plain
     assert second.prediction.step_s == pytest.approx(1e-5)
     assert second.prediction.peak_bytes == LIMIT / 2
+    assert promises == [first.prediction] * len(compared)  # what it was made to keep
     assert offload.plan.choices() == first.choices()
+
+
+def test_a_profile_is_corrected_once_by_steps_that_are_slow_after_fast_ones(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The fast ones have changed the profile; what the slow ones say is of that one."""
+    plain: Any = vars(planned_module)["compare"]
+    compared: list[Correction] = []
+    profiles: list[Any] = []
+
+    def compare(plan: Plan, found: list[MeasuredStep], **options: Any) -> Correction:
+        compared.append(plain(plan, found, **options))
+        return compared[-1]
+
+    def follow(policy: Any, followed: Any) -> None:
+        profiles.append((policy.profile, followed.profile))
+        plain_follow(policy, followed)
+
+    plain_follow = planned_module.PlannedPolicy._follow
+    took = iter([1e-5] * 2 + [1.0] * 2)
+    monkeypatch.setattr(planned_module, "compare", compare)
+    monkeypatch.setattr(planned_module.PlannedPolicy, "_follow", follow)
+    monkeypatch.setattr(MeasuredPass, "step", lambda _: MeasuredStep(next(took, 1e-5), LIMIT / 2))
+    check(blocks, n=14, memory=LIMIT, profile_every=4)
+    assert [(said.outcome, said.off) for said in compared[:2]] == [
+        ("holds", True), ("corrected", False),
+    ]  # fmt: skip
+    (_, made), (fast, corrected), *_ = profiles
+    assert fast.step_s < made.step_s and fast == compared[0].corrected(made)
+    assert corrected == compared[1].corrected(fast)
 
 
 def test_two_slow_steps_between_fast_ones_change_neither_plan_nor_prediction(

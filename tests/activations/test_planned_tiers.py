@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,17 @@ def train(
 def actions_of(offload: bitslab.ActivationOffload) -> set[str]:
     assert offload.plan is not None
     return {each.candidate.action for each in offload.plan.sites}
+
+
+def plan_the_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let rates be those by which the disk is planned, and not what computes again."""
+    fields = PlannedTiers.fields
+
+    def free(self: PlannedTiers, profile: StepProfile, *, on_gpu: bool) -> dict[str, Any]:
+        found = fields(self, profile, on_gpu=on_gpu)
+        return {**found, "disk": DiskRates(1e15, 1e15), "link": SwapLink(1e15, 1e15, 0.0)}
+
+    monkeypatch.setattr(PlannedTiers, "fields", free)
 
 
 def measured_peaks(monkeypatch: pytest.MonkeyPatch) -> list[float]:
@@ -163,12 +175,6 @@ def test_a_disk_that_fails_is_planned_without(
 ) -> None:
     """So that the limit is kept some other way, for the rest of training."""
     plans: list[Plan] = []
-    fields = PlannedTiers.fields
-
-    def free(self: PlannedTiers, profile: StepProfile, *, on_gpu: bool) -> dict[str, Any]:
-        """Return fields by which the disk is planned, and not what computes again."""
-        found = fields(self, profile, on_gpu=on_gpu)
-        return {**found, "disk": DiskRates(1e15, 1e15), "link": SwapLink(1e15, 1e15, 0.0)}
 
     def after(step: int, offload: bitslab.ActivationOffload) -> None:
         if offload.plan is not None and offload.plan not in plans:
@@ -176,7 +182,7 @@ def test_a_disk_that_fails_is_planned_without(
         if step == 5:
             monkeypatch.setattr("os.pwritev", fail(number))
 
-    monkeypatch.setattr(PlannedTiers, "fields", free)
+    plan_the_disk(monkeypatch)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         offload = train(tmp_path, 12, after, recompute=True)
@@ -187,6 +193,41 @@ def test_a_disk_that_fails_is_planned_without(
     assert not {"host", "disk"} & actions_of(offload)
     assert len(said) == 1 and os.strerror(number) in said[0]
     assert any("Planned without the disk" in note for note in offload.report().notes)
+    offload.close()
+
+
+def test_no_plan_that_writes_is_followed_again_once_the_disk_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails while one is followed that does not write, and that is slower."""
+    writes: list[float] = []
+    gone: dict[str, Any] = dict.fromkeys(("disk", "disk_bytes", "write_bytes_per_s"))
+    gone["read_ahead_bytes"] = 0
+    make, failures = vars(planned_module)["make_plan"], iter([gone])
+
+    def make_plan(profile: StepProfile, **limits: Any) -> Plan:
+        plan: Plan = make(replace(profile, **gone) if writes else profile, **limits)
+        writes.append(plan.prediction.written_bytes)
+        return plan
+
+    def lost(_: PlannedTiers, written_bytes: float) -> dict[str, Any]:
+        return next(failures, {}) if writes and not written_bytes else {}
+
+    def compare(plan: Plan, measured: list[MeasuredStep], **_: Any) -> Correction:
+        return Correction("corrected" if plan.prediction.written_bytes else "holds", "Said.")
+
+    def step(_: MeasuredPass) -> MeasuredStep:
+        return MeasuredStep(float(len(writes)), LIMIT / 2)
+
+    plan_the_disk(monkeypatch)
+    monkeypatch.setattr(planned_module, "make_plan", make_plan)
+    monkeypatch.setattr(planned_module, "compare", compare)
+    monkeypatch.setattr(PlannedTiers, "lost", lost)
+    monkeypatch.setattr(MeasuredPass, "step", step)
+    offload = train(tmp_path, recompute=True)
+    assert len(writes) == 2 and writes[0] > writes[1] == 0
+    assert offload.step_profile is not None and offload.step_profile.disk is None
+    assert offload.plan is not None and offload.plan.prediction.written_bytes == 0
     offload.close()
 
 

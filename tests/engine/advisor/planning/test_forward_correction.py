@@ -175,9 +175,10 @@ def test_a_plan_is_not_corrected_for_steps_that_keep_what_was_promised(limited: 
     assert all(offs)
 
 
+@pytest.mark.parametrize("over", [1.01, 1.2], ids=str)
 @pytest.mark.parametrize("before", [0.9, 1.05, 1.1], ids=str)
-def test_a_profile_is_corrected_by_all_that_it_does_not_know(before: float) -> None:
-    """However the prediction has followed other peaks since."""
+def test_a_profile_is_corrected_by_all_that_it_does_not_know(before: float, over: float) -> None:
+    """However the prediction has followed other peaks since, and however little is too much."""
     profile = drawn_profile(0, 12)
     made = make_plan(profile, memory_bytes=130_000_000)
     limit = made.memory_bytes or 0
@@ -185,7 +186,7 @@ def test_a_profile_is_corrected_by_all_that_it_does_not_know(before: float) -> N
     known = as_measured(made, [step])
     plan, profile = known.predicted(made), known.corrected(profile)
     assert plan.prediction.peak_bytes == step.peak_bytes
-    high = MeasuredStep(step.step_s, 1.2 * limit)
+    high = MeasuredStep(step.step_s, over * limit)
     found = compare(plan, [high, high], promised=made.prediction)
     assert found.outcome == "corrected"
     missing_bytes = round(high.peak_bytes - made.prediction.peak_bytes)
