@@ -201,26 +201,28 @@ def _equal(a: Size, b: Size, broadcast: bool = True) -> Size:
         return b
     if isinstance(a, tuple) and isinstance(b, tuple):
         return tuple(_equal(x, y) for x, y in zip(a, b, strict=True))
-    for symbol, other in ((a, b), (b, a)):
-        if isinstance(symbol, _Symbol):
-            rest = _factors(other)
-            if symbol not in rest:
-                symbol.known = other
-                return other
-            rest.remove(symbol)
-            if broadcast and any(factor != 1 for factor in rest):
-                symbol.known = 1
-                return other
-            for factor in rest:
-                if isinstance(factor, _Symbol):
-                    factor.known = 1
-                elif factor != 1:
-                    raise ArgumentError(f"a size would be {factor} times itself")
-            return other
-    return a
+    if not isinstance(a, _Symbol):
+        if not isinstance(b, _Symbol):
+            return a
+        a, b = b, a
+    rest = _factors(b)
+    if a not in rest:
+        a.known = b
+        return b
+    rest.remove(a)
+    if broadcast and any(factor != 1 for factor in rest):
+        a.known = 1
+        return b
+    for factor in rest:
+        if isinstance(factor, _Symbol):
+            factor.known = 1
+        elif factor != 1:
+            raise ArgumentError(f"a size would be {factor} times itself")
+    return b
 
 
 def _factors(term: Size) -> list[Size]:
+    """Return the numbers and symbols whose product a size is."""
     term = _resolved(term)
     if isinstance(term, tuple):
         return [*_factors(term[0]), *_factors(term[1])]
