@@ -39,7 +39,8 @@ class Followed:
     profile : StepProfile
         What it was made from, with the seconds that its steps took.
     promised : StepPrediction
-        What was predicted when it was made, and bytes that the profile knows.
+        What its profile predicted when it was made: what steps take beyond its bytes the profile
+        does not know.
     steps : sequence of MeasuredStep
         Empty before it was compared.
     """

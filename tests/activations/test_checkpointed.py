@@ -15,9 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import bitslab
 from bitslab import ModifiedInPlaceError
+from bitslab.activations import planned as planned_module
 from bitslab.activations.module_state import PlainState, same_bits
 from bitslab.activations.pass_record import PassRecord
-from bitslab.engine.advisor.planning import Candidate, Plan, StepProfile
+from bitslab.engine.advisor.planning import (
+    Candidate,
+    Correction,
+    MeasuredStep,
+    Plan,
+    StepProfile,
+)
 from tests.activations.test_planned import HIDDEN, ROWS, follow, plan_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_measuring", "holds")
@@ -182,6 +189,37 @@ def test_a_module_that_gives_other_bits_is_dropped_and_named(
     calls = iter(used)
     plain = layers(lambda layer: 1 / next(calls) if layer is plain[1] else 1.0)
     assert equal(found, steps(plain))
+
+
+def test_behind_a_module_that_is_dropped_a_plan_is_corrected_as_often_as_a_new_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The corrected plan is the first to compute that module again."""
+    corrections: list[int] = []
+
+    def compare(plan: Plan, found: list[MeasuredStep], **options: Any) -> Correction:
+        corrections.append(options["corrections"])
+        return Correction("holds" if len(corrections) > 1 else "corrected", "Said.")
+
+    def choose(profile: StepProfile) -> Plan:
+        among = ("0", "1") if corrections else ("0",)
+        chosen = {s.site: Candidate("checkpoint") for s in profile.sites if s.module in among}
+        return plan_of(profile, chosen)
+
+    def factor(layer: Layer) -> float:
+        hidden_from_us["calls"] += layer is model[1]
+        return 1 / hidden_from_us["calls"] if layer is model[1] else 1.0
+
+    hidden_from_us = {"calls": 0}
+    made = follow(monkeypatch, choose)
+    monkeypatch.setattr(planned_module, "compare", compare)
+    model = layers(factor)
+    offload = planned(model)
+    with pytest.warns(UserWarning, match="'1' is not computed again .*gives other bits"):
+        steps(model, 20)
+    assert [plan.modules for plan in made] == [("0",), ("0", "1"), ("0",)]
+    assert corrections[:2] == [0, 0]
+    offload.detach()
 
 
 def test_a_module_that_cannot_be_tried_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:

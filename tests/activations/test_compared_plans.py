@@ -9,10 +9,23 @@ import pytest
 
 from bitslab.activations import planned as planned_module
 from bitslab.activations.measured_pass import MeasuredPass
-from bitslab.engine.advisor.planning import Correction, MeasuredStep, Plan
+from bitslab.engine.advisor.planning import Correction, MeasuredStep, Plan, as_measured
 from tests.activations.test_planned import LIMIT, blocks, check, choices_of
 
 pytestmark = pytest.mark.usefixtures("one_thread", "quick_measuring")
+
+
+def followed_profiles(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return where two profiles are collected a plan: the one before, and its own."""
+    found: list[Any] = []
+    plain = planned_module.PlannedPolicy._follow
+
+    def follow(policy: Any, followed: Any) -> None:
+        found.append((policy.profile, followed.profile))
+        plain(policy, followed)
+
+    monkeypatch.setattr(planned_module.PlannedPolicy, "_follow", follow)
+    return found
 
 
 def test_a_slower_step_is_corrected_and_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,20 +112,14 @@ def test_a_profile_is_corrected_once_by_steps_that_are_slow_after_fast_ones(
     """The fast ones have changed the profile; what the slow ones say is of that one."""
     plain: Any = vars(planned_module)["compare"]
     compared: list[Correction] = []
-    profiles: list[Any] = []
+    profiles = followed_profiles(monkeypatch)
 
     def compare(plan: Plan, found: list[MeasuredStep], **options: Any) -> Correction:
         compared.append(plain(plan, found, **options))
         return compared[-1]
 
-    def follow(policy: Any, followed: Any) -> None:
-        profiles.append((policy.profile, followed.profile))
-        plain_follow(policy, followed)
-
-    plain_follow = planned_module.PlannedPolicy._follow
     took = iter([1e-5] * 2 + [1.0] * 2)
     monkeypatch.setattr(planned_module, "compare", compare)
-    monkeypatch.setattr(planned_module.PlannedPolicy, "_follow", follow)
     monkeypatch.setattr(MeasuredPass, "step", lambda _: MeasuredStep(next(took, 1e-5), LIMIT / 2))
     check(blocks, n=14, memory=LIMIT, profile_every=4)
     assert [(said.outcome, said.off) for said in compared[:2]] == [
@@ -208,3 +215,23 @@ def test_behind_corrections_a_plan_that_moves_little_is_tried(
     best = [tried.choices()] if fastest == "moves less" else [first.choices(), second.choices()]
     assert offload.plan.choices() in best
     assert all(plan.choices() in best for plan in again)  # it is compared again
+
+
+def test_a_plan_that_moves_little_is_made_of_what_steps_were_measured_to_take(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    profiles = followed_profiles(monkeypatch)
+    compared: list[Correction] = []
+
+    def compare(plan: Plan, found: list[MeasuredStep], **options: Any) -> Correction:
+        measured = as_measured(plan, found)
+        compared.append(measured if compared else Correction("corrected", "Said.", link=1.01))
+        return compared[-1]
+
+    monkeypatch.setattr(planned_module, "compare", compare)
+    monkeypatch.setattr(MeasuredPass, "step", lambda _: MeasuredStep(2.0, LIMIT))
+    monkeypatch.setattr(planned_module, "MOST_FACTOR", 1e6)
+    check(blocks, n=14, memory=LIMIT)
+    assert compared[1].off
+    (_, _), (_, corrected), (_, tried), *_ = profiles
+    assert tried == compared[1].corrected(corrected) and tried.step_s > corrected.step_s
