@@ -53,6 +53,8 @@ OFF_SHARE, OFF_MS = 0.01, 0.01
 #: On sockets: the share of what equation 2 gives, and by ratio the paper's speed-ups.
 OF_EQUATION_2 = 0.8
 PAPER = {11.2: 6.2, 19.9: 8.6}
+#: Pieces of an exchange that are compared.
+PIECES = (1, 2, 4, 8)
 #: Rows of a table of the payloads with those ratios.
 LARGE_ROWS = 16384
 #: Of the example's steps on each link.
@@ -72,6 +74,8 @@ NCCL_LINKS = {
 }
 
 Line = dict[str, Any]
+#: In lines of exchanges in pieces alone.
+PIECES_KEY = "1 piece ms"
 
 
 def links(names: Sequence[str] | None = None) -> dict[str, list[Line]]:
@@ -102,6 +106,8 @@ def links(names: Sequence[str] | None = None) -> dict[str, list[Line]]:
             into += found
     if not measured:
         raise SystemExit("--only links: no link was measured")
+    in_pieces = [line for line in measured if PIECES_KEY in line]
+    measured = [line for line in measured if PIECES_KEY not in line]
     for line in measured:
         line["speed-up"] = line["raw ms"] / line["compressed ms"]
         line["target"] = "; ".join(_targets(line))
@@ -113,6 +119,7 @@ def links(names: Sequence[str] | None = None) -> dict[str, list[Line]]:
     table = [{key: line[key] for key in order} for line in measured]
     return {
         f"Exchanges between {RANKS} ranks, within {RELATIVE} of the range": table,
+        f"The same in pieces, codec 'compressed', and 'auto' with pieces={PIECES[-1]}": in_pieces,
         f"The example's whole step on {RANKS} ranks, codec auto": steps,
         "MODEL, not measured: speed-up by equation 2 from rates measured here": _model(measured),
     }
@@ -312,6 +319,33 @@ def measure(payload: Payload, link: str, device: torch.device) -> Line:
     return found if rank == 0 else {}
 
 
+def measure_pieces(payload: Payload, link: str, device: torch.device) -> Line:
+    """Return what an exchange takes in pieces, of which one crosses while another is encoded."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    tables = {name: t.to(device) for name, t in payload.tables.items()}
+    planned = [Table(name, t.shape[1]) for name, t in tables.items()]
+    sizes = {name: [len(t) // size] * size for name, t in tables.items()}
+
+    def made(codec: str, pieces: int) -> CompressedAllToAll:
+        options: dict[str, Any] = {"codec": codec, "pieces": pieces}
+        return CompressedAllToAll(tables=planned, error_bound=payload.bound, **options)
+
+    def step(of: CompressedAllToAll) -> None:
+        of.exchange_tables(tables, sizes, sizes)
+
+    ways = {f"{n} piece{'s' * (n > 1)} ms": made("compressed", n) for n in PIECES}
+    ways["auto ms"] = made("auto", PIECES[-1])
+    for exchange in ways.values():
+        for _ in range(10):  # the ninth call decides
+            step(exchange)
+    steps = {name: partial(step, exchange) for name, exchange in ways.items()}
+    found: Line = {"link": link, "payload": payload.name}
+    found |= {name: 1e3 * seconds for name, seconds in _median_s(steps, device).items()}
+    found["auto is"] = ways["auto ms"].stats()["modes"]["forward"]
+    found["1 piece/best"] = found[PIECES_KEY] / min(found[name] for name in list(ways)[:-1])
+    return found if rank == 0 else {}
+
+
 def _coding_s(
     tables: dict[str, torch.Tensor], sizes: dict[str, list[int]], bound: float
 ) -> dict[str, float]:
@@ -360,20 +394,25 @@ class Payload:
     name: str
     tables: dict[str, torch.Tensor]
     bound: float = RELATIVE
+    #: Whether it is exchanged in pieces, too.
+    pieces: bool = True
 
 
 def payloads(device: torch.device) -> Iterator[Payload]:
     """Yield EMB_1 alone, and as many tables as a step has, in other orders.
 
-    On a GPU also tables without repeats, as large as a step's, with bounds by which their messages
-    shrink as the paper's.
+    Also rows without repeats: on a CPU a table of 16 MB, on a GPU tables as large as a step's, with
+    bounds by which their messages shrink as the paper's.
     """
     rows = emb_1()
     generator = torch.Generator().manual_seed(dist.get_rank())
     order = [torch.randperm(ROWS, generator=generator) for _ in range(TABLES)]
-    yield Payload("EMB_1", {"EMB_1": rows})
+    yield Payload("EMB_1", {"EMB_1": rows}, pieces=False)
     yield Payload("EMB_1, tiled to 16 MB", {"EMB_1": rows.repeat(COPIES, 1)})
     yield Payload(f"{TABLES} tables as EMB_1", {str(i): rows[order[i]] for i in range(TABLES)})
+    if device.type == "cpu":
+        # Rows whose coding and crossing take alike on the slowed link.
+        yield Payload("16 MB without repeats", {"rows": torch.randn(1 << 16, 64)})
     if device.type == "cuda":
         for ratio in PAPER:
             drawn = [torch.randn(LARGE_ROWS, 64, generator=generator) for _ in range(TABLES)]
@@ -412,6 +451,8 @@ def main() -> None:
         for payload in payloads(device):
             with slowed_link(gb_per_s):
                 lines.append(measure(payload, name, device))
+                if payload.pieces:
+                    lines.append(measure_pieces(payload, name, device))
     if dist.get_rank() == 0:
         options.out.write_text(json.dumps(lines))
     dist.destroy_process_group()

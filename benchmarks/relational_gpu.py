@@ -26,7 +26,15 @@ from bitslab.engine.kernels.cuda import kernels_on
 from bitslab.engine.kernels.cuda.typed_gemm import TypedTiles
 from bitslab.engine.kernels.typed_products import SCHEDULES, schedules_of
 from bitslab.integrations import pyg
-from bitslab.relational import TYPED_SUM, CompiledProgram, Passes, RelationalGraph, rgat
+from bitslab.relational import (
+    TYPED_SUM,
+    CompiledProgram,
+    NodeTypes,
+    Passes,
+    RelationalGraph,
+    hgt_of_features,
+    rgat,
+)
 
 Table = list[dict[str, Any]]
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")  # tests have no GPU
@@ -323,17 +331,32 @@ def layer_row(ways: dict[str, Callable[..., Any]], x: torch.Tensor, clock: Clock
 
 def passes(arguments: Any, clock: Clock) -> Table:
     """Measure programs with each pass off (table 3.5 of the thesis)."""
-    table = Printer("Passes on a GPU: ms of a training step", arguments.json)
+    table = Printer("Passes on a GPU, ms", arguments.json)
     for name in arguments.graphs or ("AIFB", "FB15k-237", "AM"):
-        if clock.over():
-            say(f"left out: {name} (--seconds-limit)")
-            break
         graph = graph_of(name)
-        table.add({"graph": name, "model": "RGCN"} | pass_row(graph, TYPED_SUM, arguments.dim))
-        attended = rgat(1, 0.2, False, False)
-        assert attended is not None
-        table.add({"graph": name, "model": "RGAT"} | pass_row(graph, attended, arguments.dim))
+        for model, program in layer_programs().items():
+            if model not in arguments.models:
+                continue
+            if clock.over():
+                say(f"left out: {model}, {name} (--seconds-limit)")
+                break
+            of_both = pass_rows(graph, program, arguments.dim)
+            for what, row in of_both.items():
+                table.add({"graph": name, "model": model, "what": what} | row)
     return table.rows
+
+
+def layer_programs() -> dict[str, CompiledProgram]:
+    """Return the sums of RGCN, and RGAT and HGT whole, of nodes of one type."""
+    attended, hgt = rgat(1, 0.2, False, False), hgt_of_features(1, True)
+    assert attended is not None and hgt is not None
+    return {"RGCN": TYPED_SUM, "RGAT": attended, "HGT": hgt}
+
+
+def of_one_type(graph: Drawn) -> RelationalGraph:
+    """Return a graph whose nodes are all of one type."""
+    types = NodeTypes((0, graph.nodes), (0,) * graph.relations, (0,) * graph.relations)
+    return RelationalGraph(graph.edges, graph.types, graph.nodes, graph.relations, types)
 
 
 def drawn_inputs(graph: Drawn, program: CompiledProgram, dim: int) -> dict[str, torch.Tensor]:
@@ -344,7 +367,12 @@ def drawn_inputs(graph: Drawn, program: CompiledProgram, dim: int) -> dict[str, 
         "weight": (graph.relations, dim, dim),
         "q": (dim, 1),
         "k": (dim, 1),
+        "keys": (graph.relations, 1, dim, dim),
+        "values": (graph.relations, 1, dim, dim),
+        "prior": (graph.relations, 1, 1),
     }
+    shapes |= {name: (1, dim, dim) for name in ("wk", "wq", "wv")}
+    shapes |= {name: (1, dim) for name in ("bk", "bq", "bv")}
     return {name: torch.randn(*shapes[name], device=DEVICE) for name in program.program.names}
 
 
@@ -366,35 +394,53 @@ def without_each(
     return ways, same
 
 
-def pass_row(graph: Drawn, program: CompiledProgram, dim: int) -> dict[str, Any]:
-    """Measure a training step of a program with all passes, and without each, in turn.
+def pass_rows(graph: Drawn, program: CompiledProgram, dim: int) -> dict[str, dict[str, Any]]:
+    """Measure inference and a training step with all passes, and without each, in turn.
 
     "same" stands for a pass that changes no step of the program on this graph, "-" for one without
     which there is too little memory.
     """
-    plan = RelationalGraph(graph.edges, graph.types, graph.nodes, graph.relations)
-    inputs = [t.requires_grad_() for t in drawn_inputs(graph, program, dim).values()]
+    plan = of_one_type(graph)
+    inputs = list(drawn_inputs(graph, program, dim).values())
+    leaves = [t.clone().requires_grad_() for t in inputs]
+
+    def infer(compiled: CompiledProgram, _: int = 0) -> None:
+        with torch.no_grad():
+            compiled(plan, *inputs)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
 
     def step(compiled: CompiledProgram, _: int = 0) -> None:
-        for t in inputs:
+        for t in leaves:
             t.grad = None
-        out = compiled(plan, *inputs)
+        out = compiled(plan, *leaves)
         (out[0] if isinstance(out, tuple) else out).square().mean().backward()
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
 
-    ways, same = without_each(program, plan, inputs)
+    both = (("inference", infer, inputs), ("step", step, leaves))
+    return {what: pass_row(plan, program, run, given) for what, run, given in both}
+
+
+def pass_row(
+    plan: RelationalGraph,
+    program: CompiledProgram,
+    run: Callable[[CompiledProgram], None],
+    given: Sequence[torch.Tensor],
+) -> dict[str, Any]:
+    """Measure a run of a program with all passes, and without each, in turn."""
+    ways, same = without_each(program, plan, given)
     runs, slowest = {}, 0.0
     for off, compiled in ways.items():
         try:
-            step(compiled)
+            run(compiled)
             begin = time.perf_counter()
-            step(compiled)
+            run(compiled)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             continue
         slowest = max(slowest, time.perf_counter() - begin)
-        runs[off] = functools.partial(step, compiled)
+        runs[off] = functools.partial(run, compiled)
     # About half a second for each.
     found = cpu_seconds_in_turn(runs, min(max(5, int(0.5 / max(slowest, 1e-3))), 100))
     row = {off: 1e3 * found[off] if off in found else "-" for off in ("", *PASSES)}

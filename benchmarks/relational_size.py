@@ -1,10 +1,20 @@
-"""Size and time of what the relational compiler makes, and what its values take on a CPU."""
+"""Size and time of what the relational compiler makes, and what its values take.
+
+`python relational_size.py --first RGCN` prints what the first steps of a process take on a GPU.
+"""
 
 from __future__ import annotations
 
+import argparse
 import functools
+import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +38,8 @@ from bitslab.relational import (
 
 Table = list[dict[str, Any]]
 Inputs = list[torch.Tensor]
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+MODELS = ("RGCN", "RGAT", "HGT")
 #: Values on these stand on nodes; all others on pairs and edges.
 NODEWISE = ("src", "dst")
 
@@ -42,11 +54,12 @@ def programs(graph: RelationalGraph, dim: int) -> dict[str, tuple[CompiledProgra
     ends = [torch.randn(types.count, dim, dim) for _ in range(3)]
     biases = [torch.randn(types.count, dim) for _ in range(3)]
     prior = torch.randn(relations, 1, 1)
-    return {
+    made: dict[str, tuple[CompiledProgram, Inputs]] = {
         "RGCN": (TYPED_MEAN, [x, weight]),
         "RGAT": (attended, [x, x.clone(), weight, torch.randn(dim, 1), torch.randn(dim, 1)]),
         "HGT": (hgt, [x, *ends, *biases, matrices, matrices.clone(), prior]),
     }
+    return {model: (run, [t.to(DEVICE) for t in given]) for model, (run, given) in made.items()}
 
 
 def typed(graph: Graph) -> RelationalGraph:
@@ -58,28 +71,41 @@ def typed(graph: Graph) -> RelationalGraph:
     )
     bounds = torch.tensor([0, *graph.sizes.values()]).cumsum(0)
     types = NodeTypes(tuple(bounds.tolist()), tuple(src.tolist()), tuple(dst.tolist()))
-    return RelationalGraph(edges, kinds, graph.nodes, graph.relations, types)
+    at = edges.to(DEVICE), kinds.to(DEVICE)
+    return RelationalGraph(*at, graph.nodes, graph.relations, types)
+
+
+def finish() -> None:
+    """Wait for the GPU, where there is one."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def step_ms(run: CompiledProgram, on: RelationalGraph, given: Inputs) -> float:
+    """Return what a training step of a program takes, from its call to its end on the device."""
+    leaves = [x.clone().requires_grad_() for x in given]
+    finish()
+    begin = time.perf_counter()
+    run(on, *leaves).square().mean().backward()
+    finish()
+    return 1e3 * (time.perf_counter() - begin)
 
 
 def sizes() -> dict[str, Table]:
     """Return lines of both levels of IR and of CUDA, and times of first and later calls."""
     rows: Table = []
     for name, graph, _ in cpu_graphs(("mag-0.1", "kinships")):
-        for model in ("RGCN", "RGAT", "HGT"):
+        for model in MODELS:
             made = typed(graph)
             program, inputs = programs(made, DIM)[model]
             narrow = programs(made, DIM // 2)[model][1]
-
-            def ms(given: Inputs, run: Any = program, on: RelationalGraph = made) -> float:
-                leaves = [x.clone().requires_grad_() for x in given]
-                begin = time.perf_counter()
-                run(on, *leaves).square().mean().backward()
-                return 1e3 * (time.perf_counter() - begin)
-
+            ms = functools.partial(step_ms, program, made)
             first, again = ms(inputs), min(ms(inputs) for _ in range(3))
             other, other_again = ms(narrow), min(ms(narrow) for _ in range(3))
+            finish()
             begin = time.perf_counter()
             program.plan(typed(graph), [x.requires_grad_() for x in inputs])
+            finish()
             planned = 1e3 * (time.perf_counter() - begin)
             plan = program.plan(made, [x.clone().requires_grad_() for x in inputs])
             assert plan.backward is not None
@@ -106,11 +132,53 @@ def sizes() -> dict[str, Table]:
         {"kernels": what, "file": f"{file}.cu", "lines with what it includes": _lines(file)}
         for what, file in files.items()
     ]
-    return {
-        f"Programs, dims {DIM}, training, {torch.get_num_threads()} threads": rows,
+    tables = {
+        f"Programs, dims {DIM}, training, {place()}": rows,
         "CUDA that all programs share: none is generated for one": cuda,
         "Calls of compiled layers on sampled blocks": blocks(),
     }
+    if DEVICE.type == "cuda":
+        title = "First training steps of a process on mag-0.1, kernels compiled by NVRTC or not"
+        tables[title] = first_steps()
+    return tables
+
+
+def place() -> str:
+    """Return where it is measured, for titles."""
+    on_gpu = DEVICE.type == "cuda"
+    return torch.cuda.get_device_name() if on_gpu else f"{torch.get_num_threads()} threads"
+
+
+def first(model: str) -> dict[str, float]:
+    """Return what the first two training steps of this process take, in milliseconds."""
+    ((_, graph, _),) = cpu_graphs(("mag-0.1",))
+    made = typed(graph)
+    program, inputs = programs(made, DIM)[model]
+    (inputs[0] @ inputs[0][:DIM].t()).sum().item()  # torch's own first steps are not ours
+    return {"first": step_ms(program, made, inputs), "second": step_ms(program, made, inputs)}
+
+
+def first_steps() -> Table:
+    """Return first steps in processes without and with compiled kernels on disk."""
+    rows: Table = []
+    for model in MODELS:
+        row: dict[str, Any] = {"model": model}
+        with tempfile.TemporaryDirectory() as folder:
+            kept = {"CUPY_CACHE_DIR": f"{folder}/cupy", "BITSLAB_CACHE": f"{folder}/bitslab"}
+            for disk in ("nothing", "kernels"):
+                ran = subprocess.run(
+                    [sys.executable, __file__, "--first", model],
+                    env=os.environ | kept,
+                    check=True,
+                    capture_output=True,
+                    text=True,
+                )
+                found = json.loads(ran.stdout)
+                row[f"{disk} on disk: first ms"] = found["first"]
+                row[f"{disk}: second ms"] = found["second"]
+            row["files"] = sum(1 for _ in Path(folder, "cupy").rglob("*.cubin"))
+        rows.append(row)
+    return rows
 
 
 def _lines(file: str) -> int:
@@ -119,14 +187,17 @@ def _lines(file: str) -> int:
 
 def blocks(count: int = 20) -> Table:
     """Return how many of some sampled blocks run without a plan, and what a call takes."""
-    layer = pyg.RGCNConv(DIM, DIM, 6)
+    layer = pyg.RGCNConv(DIM, DIM, 6).to(DEVICE)
     times = []
     for seed in range(count):
         block, (n_src, n_dst) = sampled(1024, 10, seed)
-        x = torch.randn(n_src, DIM), torch.randn(n_dst, DIM)
+        x = torch.randn(n_src, DIM, device=DEVICE), torch.randn(n_dst, DIM, device=DEVICE)
+        at = block.edges.to(DEVICE), block.types.to(DEVICE)
+        finish()
         begin = time.perf_counter()
         with torch.no_grad():
-            layer(x, block.edges, block.types)
+            layer(x, *at)
+        finish()
         times.append(1e3 * (time.perf_counter() - begin))
     calls = relational_calls(layer)[""]
     without = sum(n for reason, n in calls.items() if reason)
@@ -140,8 +211,15 @@ def blocks(count: int = 20) -> Table:
 
 
 def peak_bytes(run: Callable[[], Any]) -> int:
-    """Return the most bytes that torch's CPU allocator holds beyond what it held before."""
+    """Return the most bytes that torch's allocator of the device holds beyond those before."""
     run()
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         kept = run()
     del kept
@@ -188,24 +266,26 @@ def memory() -> dict[str, Table]:
                     "peak/both (<= 1.15)": most / (of_rows + of_nodes),
                 }
             )
-    return {"Peak memory of inference beyond inputs and weights": rows, "RGAT": against_pyg()}
+    title = f"Peak memory of inference beyond inputs and weights, {place()}"
+    return {title: rows, "RGAT": against_pyg()}
 
 
 def against_pyg() -> Table:
     """Return the peak bytes of RGAT on kinships, ours and PyG's."""
     ((name, graph, _),) = cpu_graphs(("kinships",))
-    plain = gnn.RGATConv(DIM, DIM, graph.relations)
-    plain, ours = of_same_state(plain, pyg.RGATConv(DIM, DIM, graph.relations))
-    x = torch.randn(graph.nodes, DIM)
+    plain = gnn.RGATConv(DIM, DIM, graph.relations).to(DEVICE)
+    plain, ours = of_same_state(plain, pyg.RGATConv(DIM, DIM, graph.relations).to(DEVICE))
+    x = torch.randn(graph.nodes, DIM, device=DEVICE)
+    edges, types = graph.edges.to(DEVICE), graph.types.to(DEVICE)
 
     def infer(layer: nn.Module) -> Any:
         with torch.no_grad():
-            return layer(x, graph.edges, graph.types)
+            return layer(x, edges, types)
 
     def step(layer: nn.Module) -> Any:
         leaf = x.clone().requires_grad_()
         layer.zero_grad()
-        layer(leaf, graph.edges, graph.types).square().mean().backward()
+        layer(leaf, edges, types).square().mean().backward()
 
     table: Table = []
     for what, run in (("inference", infer), ("training step", step)):
@@ -220,3 +300,9 @@ def against_pyg() -> Table:
             }
         )
     return table
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--first", choices=MODELS, required=True)
+    print(json.dumps(first(parser.parse_args().first)))

@@ -86,8 +86,9 @@ class CompressedAllToAll:
         apart; the first is the ninth one, or that behind so many. On a GPU up to 16 times as many
         where decisions change nothing. Ranks that differ in it all raise in their first call.
     device : torch.device or str, optional
-        Where the rows of tables are, for a rank that has no input in a call. Left out: where those
-        of its last call were, or what the group has a backend for.
+        Where rows are; others are refused, and a rank that has no input in a call receives there.
+        Left out: where they are in each call, and without input where those of the last call were,
+        or what the group has a backend for.
 
     Raises
     ------
@@ -125,7 +126,8 @@ class CompressedAllToAll:
         device: torch.device | str | None = None,
     ) -> None:
         self.group = group
-        self._device = None if device is None else checked_device(device)
+        self._planned_device = None if device is None else checked_device(device)
+        self._last_device: torch.device | None = None
         self.error_bound = either_bound(error_bound)
         if isinstance(backward, str) and backward != "lossless":
             raise ArgumentError(
@@ -171,7 +173,8 @@ class CompressedAllToAll:
     def __deepcopy__(self, memo: dict[int, Any]) -> CompressedAllToAll:
         """Return another one of the same group and state, as all ranks do; it counts anew."""
         tables = [each.table for each in self._states.values() if each.table is not None]
-        made = CompressedAllToAll(self.group, tables or None, device=self._device, **self._options)
+        device = self._planned_device
+        made = CompressedAllToAll(self.group, tables or None, device=device, **self._options)
         made.load_state_dict(copy.deepcopy(self.state_dict(), memo))
         return made
 
@@ -234,6 +237,8 @@ class CompressedAllToAll:
         check_tensor_argument("input", input)
         if input.dim() < 1:
             raise ArgumentError("input: 0 dimensions, expected [N, ...]")
+        if self._planned_device not in (None, input.device):
+            raise ArgumentTypeError(f"input: on {input.device}, planned is {self._planned_device}")
         received = sizes_of("output_split_sizes", output_split_sizes)
         sent = sizes_of("input_split_sizes", input_split_sizes)
         key = input.shape, input.dtype, received, sent
@@ -420,12 +425,15 @@ class CompressedAllToAll:
     def _device_of(
         self, inputs: Mapping[str, torch.Tensor], group: dist.ProcessGroup
     ) -> torch.device:
-        """Return where the tables' rows are in a call."""
-        for t in inputs.values():
+        """Return where the tables' rows are in a call; refuse those that are not where planned."""
+        planned = self._planned_device
+        for name, t in inputs.items():
             if isinstance(t, torch.Tensor):
-                self._device = t.device
+                if planned not in (None, t.device):
+                    raise ArgumentTypeError(f"inputs: {name}: on {t.device}, planned is {planned}")
+                self._last_device = t.device
                 return t.device
-        return self._device or device_of_group(group)
+        return planned or self._last_device or device_of_group(group)
 
     def _call(
         self,
@@ -445,7 +453,7 @@ class CompressedAllToAll:
         """
         device = tensors[0].device
         refuse_capture(tensors[0])
-        key = group.rank(), group.size(), key
+        key = group.rank(), group.size(), device, key
         try:
             plan = self._plans.get(key)
             if plan is None:

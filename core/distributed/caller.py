@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from typing import Any, ClassVar
@@ -196,6 +197,12 @@ class Caller:
             return self.decision.mode(way)
         return PIECES if self._pieces > 1 else COMPRESSED
 
+    def _takes_pieces(self, group: dist.ProcessGroup, way: int) -> bool:
+        """Return whether an exchange on the host that was begun crosses in pieces."""
+        if self.codec == "auto" and group.size() > 1:
+            return self.decision.takes_pieces(way)
+        return self._mode(way) == PIECES
+
     def _turn(self, way: int) -> Turn:
         return self.decision.turn(way) if self.codec == "auto" else Turn()
 
@@ -278,16 +285,20 @@ class Caller:
                 self._decide_while_plain(group, tables, choices, way)
             self._plain(group, tables, self.counters[way], layout).run()
             return
+        record = self.decision.record(way, in_pieces=self._takes_pieces(group, way))
         self.decision.agreed(way)
         counters = self.counters[way]
         before = {name: getattr(counters, name) for name in RECORDED}
+        started = time.perf_counter()
         try:
             exchange.run()
         finally:
             # Also where this rank alone fails: the others go on with what was decided.
             if due and exchange.of_ranks is not None:
                 self.decision.decide(exchange.of_ranks)
-        record = self.decision.records[way]
+        raw_bytes = max(1.0, counters.raw_bytes - before["raw_bytes"])
+        s_per_byte = (time.perf_counter() - started) / raw_bytes
+        record.fastest_s_per_byte = min(record.fastest_s_per_byte, s_per_byte)
         record.calls += 1
         record.saved_back_bytes += saved_back_bytes(group.rank(), tables)
         for name in RECORDED:
@@ -319,7 +330,7 @@ class Caller:
             self.counters[way],
             self.faults,
             buffers=self.buffers,
-            pieces=self._pieces if self._mode(way) == PIECES else 1,
+            pieces=self._pieces if self._takes_pieces(group, way) else 1,
             lane=self._pieces_lane(),
             numbers=self._predictions(group) if due else [],
             turn=turn,

@@ -48,6 +48,8 @@ TRIAL_BYTES = 1 << 20
 TRIALS = 2
 #: Due calls that do not decide, at the most, where decisions by measured exchanges change nothing.
 MOST_PASSED_OVER = 15
+#: Calls before one that decides in which pieces are tried where rows cross whole, and the reverse.
+TRIED_CALLS = 2
 #: The first call that decides, counted from 0, and from there on each so many.
 FIRST_DECISION, DECISION_EVERY = 8, 64
 
@@ -189,6 +191,8 @@ class WayRecord:
         Seconds.
     saved_back_bytes : float
         Of gradients that need not come back, where rows of one id cross once; else they do.
+    fastest_s_per_byte : float
+        Of the fastest one as a whole, for each raw byte.
     """
 
     calls: int = 0
@@ -197,16 +201,15 @@ class WayRecord:
     encode_s: float = 0.0
     decode_s: float = 0.0
     saved_back_bytes: float = 0.0
+    fastest_s_per_byte: float = math.inf
 
-    def predicted(
-        self, model: NetworkModel, others: int, pieces: int, short_bytes: int
-    ) -> tuple[float, ...]:
-        """Return the seconds of an exchange for each of MODES; -1 where nothing is known.
+    def predicted(self, model: NetworkModel, others: int, short_bytes: int) -> tuple[float, float]:
+        """Return the seconds of an exchange, compressed and plain; -1 where nothing is known.
 
         A message of up to `short_bytes` crosses with its descriptor.
         """
         if not self.calls:
-            return (-1.0,) * len(MODES)
+            return -1.0, -1.0
         raw, moved = self.raw_bytes / self.calls, self.moved_bytes / self.calls
         encode, decode = self.encode_s / self.calls, self.decode_s / self.calls
 
@@ -216,13 +219,7 @@ class WayRecord:
                 return model.seconds(descriptors + n_bytes)
             return model.seconds(descriptors) + model.seconds(n_bytes)
 
-        compressed = encode + crossing(moved) + decode
-        overlapped = -1.0
-        if pieces > 1:
-            # All but the slowest stage are waited for once, of one piece.
-            stages = (encode, pieces * crossing(moved / pieces), decode)
-            overlapped = max(stages) + (sum(stages) - max(stages)) / pieces
-        return compressed, overlapped, model.seconds(raw)
+        return encode + crossing(moved) + decode, model.seconds(raw)
 
 
 class Decision:
@@ -241,7 +238,10 @@ class Decision:
     def __init__(self, *, ways: int, pieces: int = 1, every: int = DECISION_EVERY) -> None:
         self._first = PIECES if pieces > 1 else COMPRESSED
         self.modes = [self._first] * ways
+        #: By way, of exchanges that cross whole, or while rows cross plain.
         self.records = [WayRecord() for _ in range(ways)]
+        #: By way, of exchanges in pieces.
+        self.in_pieces = [WayRecord() for _ in range(ways)]
         self._pieces, self._every = pieces, every
         self._calls = [0] * ways
         self._decided, self._agreed = [False] * ways, [True] * ways
@@ -258,6 +258,29 @@ class Decision:
         know other decisions, which would wait for each other in later ones.
         """
         return self.modes[way] if self._agreed[way] else self._first
+
+    def takes_pieces(self, way: int = 0) -> bool:
+        """Return whether rows cross in pieces in the call one way that was begun, the same on all.
+
+        How they overlap is measured: whether they do is tried both ways before ranks decide, then
+        in ever fewer of the times between two decisions, down to one of 16.
+        """
+        mode = self.mode(way)
+        if self._pieces == 1 or mode == PLAIN:
+            return False
+        return (mode == PIECES) != (self._agreed[way] and self._tries(way))
+
+    def _tries(self, way: int) -> bool:
+        """Return whether the call that was begun is one of the last before one that decides."""
+        window, left = divmod(self._calls[way] - 1 - min(FIRST_DECISION, self._every), self._every)
+        left, window = self._every - left, window + 1
+        if window & (window + 1) and window % 16 != 15:
+            return False
+        return left <= min(TRIED_CALLS, min(FIRST_DECISION, self._every) // 2)
+
+    def record(self, way: int, *, in_pieces: bool) -> WayRecord:
+        """Return what exchanges one way add to, whole or in pieces."""
+        return (self.in_pieces if in_pieces else self.records)[way]
 
     def agreed(self, way: int = 0) -> None:
         """Note that an exchange one way is compressed, in which ranks find whether they differ."""
@@ -302,23 +325,25 @@ class Decision:
 
     def predictions(self, model: NetworkModel, others: int, short_bytes: int = 0) -> list[int]:
         """Return this rank's predicted seconds as int64 numbers, and begin records anew."""
-        seconds = [
-            list(record.predicted(model, others, self._pieces, short_bytes))
-            for record in self.records
-        ]
-        forward = self.records[0]
+        records = list(map(_either, self.records, self.in_pieces))
+        seconds = []
+        for whole, cut, either in zip(self.records, self.in_pieces, records, strict=True):
+            compressed, plain = either.predicted(model, others, short_bytes)
+            seconds.append([compressed, _in_pieces_s(compressed, whole, cut), plain])
+        forward = records[0]
         if forward.calls and forward.saved_back_bytes:
             at = MODES.index(PLAIN)
-            seconds[0][at] += self._seconds_back(model, seconds[-1])
-        self.records = [WayRecord() for _ in self.records]
+            seconds[0][at] += self._seconds_back(model, seconds[-1], forward, records[-1])
+        self.records, self.in_pieces = ([WayRecord() for _ in records] for _ in range(2))
         return as_integers([s for of_way in seconds for s in of_way])
 
-    def _seconds_back(self, model: NetworkModel, back: Sequence[float]) -> float:
+    def _seconds_back(
+        self, model: NetworkModel, back: Sequence[float], forward: WayRecord, record: WayRecord
+    ) -> float:
         """Return the seconds of gradients that come back where all rows cross forward.
 
         As they would cross now, of what exchanges back were predicted to take.
         """
-        forward, record = self.records[0], self.records[-1]
         saved, mode = forward.saved_back_bytes / forward.calls, self.modes[-1]
         known = back[MODES.index(mode)]
         if mode != PLAIN and record.raw_bytes and known > 0:
@@ -389,6 +414,25 @@ class Decision:
         self._agreed = [False] * len(self.modes)
         self._calls, self._passed_over, self._pass_over = calls, passed_over, pass_over
         self._decided = list(map(bool, decided))
+
+
+def _either(whole: WayRecord, cut: WayRecord) -> WayRecord:
+    """Return what is known of exchanges whose stages do not overlap, else of those in pieces."""
+    return whole if whole.calls else cut
+
+
+def _in_pieces_s(compressed: float, whole: WayRecord, cut: WayRecord) -> float:
+    """Return the seconds of an exchange in pieces by those of a whole one, -1 if none is known.
+
+    By what the fastest of each took. Where none was whole the stages are those of pieces.
+    """
+    if not cut.calls:
+        return -1.0
+    if not whole.calls:
+        return compressed
+    if math.isinf(whole.fastest_s_per_byte):  # rows crossed plain
+        return -1.0
+    return compressed * cut.fastest_s_per_byte / whole.fastest_s_per_byte
 
 
 def saved_seconds(model: NetworkModel, raw_bytes: float, saved_bytes: float) -> float:

@@ -510,6 +510,31 @@ def damaged(rank: int, ranks: int, there: torch.device) -> dict[str, Any]:
     return seen
 
 
+def elsewhere_than_planned(rank: int, ranks: int, there: torch.device) -> dict[str, bool]:
+    """Rows on another device than planned are refused before anything is sent, in all calls."""
+    other = CPU if there.type == "cuda" else torch.device("meta")
+    sizes, rows = {"rows": [1] * ranks}, torch.ones(ranks, 8, device=there)
+    planned = CompressedAllToAll(tables=[Table("rows", 8)], device=there)
+    single = CompressedAllToAll(device=there, codec="compressed")
+    anywhere = CompressedAllToAll(codec="compressed")
+    seen = {}
+    for call in ("first", "later"):
+        said = error_of(lambda: planned.exchange_tables({"rows": rows.to(other)}, sizes, sizes))
+        seen[f"tables, {call}"] = said.endswith(f"inputs: rows: on {other}, planned is {there}")
+        said = error_of(lambda: single(rows.to(other)))
+        ends = f"planned is {there}" if other.type == "cpu" else "accepted are cpu and cuda"
+        seen[f"one tensor, {call}"] = said.endswith(f"input: on {other}, {ends}")
+        for exchange in (single, anywhere):
+            seen[f"goes on, {call}"] = same_bits(exchange(rows), rows)
+    if there.type == "cuda":
+        # Rows of the same sizes for which the group has no backend.
+        seen["no backend"] = error_of(lambda: anywhere(rows.cpu())).startswith("ArgumentError")
+        other_plan = CompressedAllToAll(tables=[Table("rows", 8)], device="cpu")
+        said = error_of(lambda: other_plan.exchange_tables({"rows": rows}, sizes, sizes))
+        seen["of a CPU"] = said.endswith(f"inputs: rows: on {there}, planned is cpu")
+    return seen
+
+
 #: Checks by name.
 ON_DEVICE: dict[str, Callable[[int, int, torch.device], dict[str, Any]]] = {
     check.__name__: check
@@ -523,6 +548,7 @@ ON_DEVICE: dict[str, Callable[[int, int, torch.device], dict[str, Any]]] = {
         in_torchs_place,
         buffers,
         damaged,
+        elsewhere_than_planned,
     )
 }
 

@@ -15,7 +15,7 @@ from bitslab.distributed import caller as of_callers
 from bitslab.distributed.caller import Caller
 from bitslab.distributed.collective import function_caller
 from bitslab.distributed.kinds import Kind
-from bitslab.distributed.selection import MODES, PLAIN, Measured, WayRecord
+from bitslab.distributed.selection import PLAIN, Measured, WayRecord
 from bitslab.engine.advisor import NetworkModel
 from tests.distributed.device_ranks import coded_where_rows_are
 from tests.distributed.ranks import error_of, noise, splits, world
@@ -29,11 +29,11 @@ SLOW = NetworkModel(((8.0, 1e-4), (1e6, 1e-2 + 1e-4)))  # 0.1 GB/s
 def _mocked(there: bool) -> Any:
     """Predict, or measure, that large rows cross faster compressed and others plain."""
 
-    def predicted(record: WayRecord, *args: Any) -> tuple[float, ...]:
+    def predicted(record: WayRecord, *args: Any) -> tuple[float, float]:
         if not record.calls:
-            return (-1.0,) * len(MODES)
+            return -1.0, -1.0
         large = record.raw_bytes / record.calls >= LARGE
-        return (1.0, -1.0, 2.0) if large else (2.0, -1.0, 1.0)
+        return (1.0, 2.0) if large else (2.0, 1.0)
 
     def seconds_of(self: Caller, group: Any, tables: Any, layout: Any, mode: str, turn: Any) -> Any:
         large = layout.all_raw_bytes >= LARGE

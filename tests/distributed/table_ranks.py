@@ -341,6 +341,7 @@ def wrong_tables(rank: int, ranks: int) -> dict[str, str]:
         "width": lambda: planned.exchange_tables({"users": t[:, :3]}, sizes, sizes),
         "dtype": lambda: planned.exchange_tables({"users": t.double()}, sizes, sizes),
         "device": lambda: placed.exchange_tables({"users": t.to("meta")}, sizes, sizes),
+        "no backend": lambda: planned.exchange_tables({"users": t.to("meta")}, sizes, sizes),
         "no sizes": lambda: planned.exchange_tables({"users": t}, sizes, {}),
         "ids with pieces": lambda: single(t, row_ids=torch.zeros(ranks, dtype=torch.int64)),
         "feedback": lambda: CompressedAllToAll(backward=0.1, error_feedback=5)(
