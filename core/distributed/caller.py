@@ -297,8 +297,7 @@ class Caller:
             if due and exchange.of_ranks is not None:
                 self.decision.decide(exchange.of_ranks)
         raw_bytes = max(1.0, counters.raw_bytes - before["raw_bytes"])
-        s_per_byte = (time.perf_counter() - started) / raw_bytes
-        record.fastest_s_per_byte = min(record.fastest_s_per_byte, s_per_byte)
+        record.latest_s_per_byte.append((time.perf_counter() - started) / raw_bytes)
         record.calls += 1
         record.saved_back_bytes += saved_back_bytes(group.rank(), tables)
         for name in RECORDED:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import struct
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -177,6 +178,10 @@ def measure(
     return Measured(raw / used, encode / raw, decode / raw)
 
 
+def _latest() -> deque[float]:
+    return deque(maxlen=TRIED_CALLS)
+
+
 @dataclass
 class WayRecord:
     """What the exchanges one way took since the last decision.
@@ -191,8 +196,9 @@ class WayRecord:
         Seconds.
     saved_back_bytes : float
         Of gradients that need not come back, where rows of one id cross once; else they do.
-    fastest_s_per_byte : float
-        Of the fastest one as a whole, for each raw byte.
+    latest_s_per_byte : deque of float
+        Of the last exchanges as wholes, for each raw byte: as many as are tried of the other mode,
+        since the fastest of many is faster than that of few.
     """
 
     calls: int = 0
@@ -201,7 +207,7 @@ class WayRecord:
     encode_s: float = 0.0
     decode_s: float = 0.0
     saved_back_bytes: float = 0.0
-    fastest_s_per_byte: float = math.inf
+    latest_s_per_byte: deque[float] = field(default_factory=_latest)
 
     def predicted(self, model: NetworkModel, others: int, short_bytes: int) -> tuple[float, float]:
         """Return the seconds of an exchange, compressed and plain; -1 where nothing is known.
@@ -424,15 +430,15 @@ def _either(whole: WayRecord, cut: WayRecord) -> WayRecord:
 def _in_pieces_s(compressed: float, whole: WayRecord, cut: WayRecord) -> float:
     """Return the seconds of an exchange in pieces by those of a whole one, -1 if none is known.
 
-    By what the fastest of each took. Where none was whole the stages are those of pieces.
+    By the fastest of the last of each. Where none was whole the stages are those of pieces.
     """
     if not cut.calls:
         return -1.0
     if not whole.calls:
         return compressed
-    if math.isinf(whole.fastest_s_per_byte):  # rows crossed plain
+    if not whole.latest_s_per_byte:  # rows crossed plain
         return -1.0
-    return compressed * cut.fastest_s_per_byte / whole.fastest_s_per_byte
+    return compressed * min(cut.latest_s_per_byte) / min(whole.latest_s_per_byte)
 
 
 def saved_seconds(model: NetworkModel, raw_bytes: float, saved_bytes: float) -> float:

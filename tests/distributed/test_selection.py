@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -206,7 +207,9 @@ def pieces_decided(begin: str, whole: WayRecord, cut: WayRecord) -> str:
 def test_pieces_are_used_where_they_were_faster_as_a_whole(begin: str) -> None:
     def took(s_per_byte: float) -> WayRecord:
         # Their stages take alike, as if they could overlap.
-        return WayRecord(2, 2e7, 2e6, 2e-2, 2e-2, fastest_s_per_byte=s_per_byte)
+        return WayRecord(
+            2, 2e7, 2e6, 2e-2, 2e-2, latest_s_per_byte=deque([3 * s_per_byte, s_per_byte])
+        )
 
     assert pieces_decided(begin, took(2e-9), took(1e-9)) == PIECES
     assert pieces_decided(begin, took(1e-9), took(3e-9)) == COMPRESSED
@@ -215,8 +218,14 @@ def test_pieces_are_used_where_they_were_faster_as_a_whole(begin: str) -> None:
     assert pieces_decided(begin, took(0.95e-9), took(1e-9)) == begin
 
 
+def test_as_many_exchanges_count_of_each_way() -> None:
+    record = WayRecord()
+    record.latest_s_per_byte.extend([1e-9, 5e-9, 4e-9])
+    assert list(record.latest_s_per_byte) == [5e-9, 4e-9]
+
+
 def test_what_was_not_tried_decides_nothing_about_pieces() -> None:
-    known = WayRecord(1, 1e7, 1e6, 1e-2, 1e-2, fastest_s_per_byte=1e-9)
+    known = WayRecord(1, 1e7, 1e6, 1e-2, 1e-2, latest_s_per_byte=deque([1e-9]))
     assert pieces_decided(COMPRESSED, known, WayRecord()) == COMPRESSED
     assert pieces_decided(PIECES, WayRecord(), known) == PIECES
     # Rows that crossed plain: that exchanges in pieces were fast before says nothing.
