@@ -13,7 +13,7 @@ import torch
 
 from bitslab.distributed import CompressedAllToAll, Table
 from bitslab.distributed.helpers import helper_of
-from tests.distributed.device_ranks import CpuCoder, coded_where_rows_are
+from tests.distributed.cpu_coder import CpuCoder, coded_where_rows_are
 from tests.distributed.ranks import world
 
 #: Rows of a table for each rank, and their elements.

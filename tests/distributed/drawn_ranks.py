@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from bitslab.distributed import CompressedAllToAll, ErrorBound, Table, all_to_all_single
 from bitslab.distributed.wire import DTYPES
-from tests.distributed.device_ranks import coded_where_rows_are
+from tests.distributed.cpu_coder import coded_where_rows_are
 from tests.helpers import random_bits, same_bits
 
 CASES = 24 if os.environ.get("BITSLAB_FULL") == "1" else 12

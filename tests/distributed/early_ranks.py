@@ -26,7 +26,7 @@ from bitslab.distributed.device import DeviceExchange
 from bitslab.distributed.device_repeats import FoundRepeats
 from bitslab.distributed.layout import Layout
 from bitslab.distributed.selection import PLAIN, TableChoice
-from tests.distributed.device_ranks import coded_where_rows_are
+from tests.distributed.cpu_coder import coded_where_rows_are
 from tests.distributed.ranks import error_of, noise
 
 #: Where rank 1 fails in a call, by name: what has no memory then.

@@ -19,7 +19,7 @@ from bitslab.distributed.faults import Faults
 from bitslab.distributed.layout import Rows
 from bitslab.distributed.pairs import Pairs
 from bitslab.distributed.stats import Counters
-from tests.distributed.device_ranks import CpuCoder, coded_where_rows_are
+from tests.distributed.cpu_coder import CpuCoder, coded_where_rows_are
 from tests.distributed.ranks import error_of, noise
 from tests.helpers import same_bits
 

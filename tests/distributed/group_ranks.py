@@ -17,7 +17,7 @@ import torch.distributed as dist
 from bitslab.distributed import CompressedAllToAll, all_to_all_single, helpers
 from bitslab.distributed.buffers import Buffers
 from bitslab.distributed.helpers import helper_of
-from tests.distributed.device_ranks import coded_where_rows_are
+from tests.distributed.cpu_coder import coded_where_rows_are
 from tests.distributed.ranks import error_of, noise, world
 
 TIMES = 20

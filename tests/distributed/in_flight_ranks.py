@@ -25,7 +25,8 @@ from bitslab.distributed.pairs import Pairs
 from bitslab.distributed.plain import PlainExchange
 from bitslab.distributed.selection import PLAIN
 from bitslab.distributed.work import OfThread
-from tests.distributed.device_ranks import coded_where_rows_are, crossed
+from tests.distributed.cpu_coder import coded_where_rows_are
+from tests.distributed.device_ranks import crossed
 from tests.distributed.early_ranks import any_error_of
 from tests.distributed.ranks import error_of, splits
 from tests.distributed.table_ranks import rows_of

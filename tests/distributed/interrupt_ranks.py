@@ -17,7 +17,7 @@ from bitslab.distributed import CompressedAllToAll, all_to_all_single
 from bitslab.distributed.device import DeviceExchange
 from bitslab.distributed.helpers import Helper
 from bitslab.distributed.selection import Decision
-from tests.distributed.device_ranks import coded_where_rows_are
+from tests.distributed.cpu_coder import coded_where_rows_are
 from tests.distributed.early_ranks import any_error_of
 from tests.distributed.ranks import noise
 

@@ -17,7 +17,7 @@ from bitslab.distributed.collective import function_caller
 from bitslab.distributed.kinds import Kind
 from bitslab.distributed.selection import PLAIN, Measured, WayRecord
 from bitslab.engine.advisor import NetworkModel
-from tests.distributed.device_ranks import coded_where_rows_are
+from tests.distributed.cpu_coder import coded_where_rows_are
 from tests.distributed.ranks import error_of, noise, splits, world
 from tests.distributed.table_ranks import by_torch
 

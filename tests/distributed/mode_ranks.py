@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 from bitslab.distributed import CompressedAllToAll, Table, all_to_all_single
 from bitslab.distributed.function import _zero
-from tests.distributed.device_ranks import coded_where_rows_are, crossed
+from tests.distributed.cpu_coder import coded_where_rows_are
+from tests.distributed.device_ranks import crossed
 from tests.distributed.table_ranks import rows_of
 
 CPU = torch.device("cpu")

@@ -23,7 +23,8 @@ from bitslab.distributed.passes import Pass
 from bitslab.distributed.plain import PlainExchange
 from bitslab.distributed.stats import Counters
 from bitslab.engine.transfer import StreamLane
-from tests.distributed.device_ranks import CpuCoder, coded_where_rows_are, crossed
+from tests.distributed.cpu_coder import CpuCoder, coded_where_rows_are
+from tests.distributed.device_ranks import crossed
 from tests.distributed.ranks import world
 
 #: Rows for each rank, of so many ids.

@@ -11,7 +11,8 @@ import torch
 from bitslab.distributed import CompressedAllToAll, ErrorBound, Table, caller
 from bitslab.distributed.selection import EVERY_BIT, WITHIN_BOUND, Decision
 from bitslab.engine.advisor import NetworkModel
-from tests.distributed.device_ranks import coded_where_rows_are, crossed
+from tests.distributed.cpu_coder import coded_where_rows_are
+from tests.distributed.device_ranks import crossed
 
 CPU = torch.device("cpu")
 BOUND = 0.01

@@ -17,7 +17,7 @@ from bitslab.distributed import all_to_all_single
 from bitslab.distributed.caller import Caller
 from bitslab.distributed.collective import function_caller
 from bitslab.distributed.selection import PLAIN
-from tests.distributed.device_ranks import coded_where_rows_are
+from tests.distributed.cpu_coder import coded_where_rows_are
 from tests.distributed.ranks import error_of, noise
 
 #: Where rows are coded, and how they cross.

@@ -21,7 +21,7 @@ from bitslab.integrations.torchrec import (
     restore_communication,
 )
 from bitslab.integrations.torchrec.row_ids import bag_ids
-from tests.distributed.device_ranks import coded_where_rows_are
+from tests.distributed.cpu_coder import coded_where_rows_are
 from tests.integrations.torchrec.batches import bag_configs, batch
 from tests.integrations.torchrec.communication_pairs import (
     PLANS,
