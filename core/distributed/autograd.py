@@ -127,7 +127,8 @@ class CompressedAllToAll:
     ) -> None:
         self.group = group
         self._planned_device = None if device is None else checked_device(device)
-        self._last_device: torch.device | None = None
+        #: Where the rows of the last call were.
+        self.last_device: torch.device | None = None
         self.error_bound = either_bound(error_bound)
         if isinstance(backward, str) and backward != "lossless":
             raise ArgumentError(
@@ -175,6 +176,7 @@ class CompressedAllToAll:
         tables = [each.table for each in self._states.values() if each.table is not None]
         device = self._planned_device
         made = CompressedAllToAll(self.group, tables or None, device=device, **self._options)
+        made.last_device = self.last_device
         made.load_state_dict(copy.deepcopy(self.state_dict(), memo))
         return made
 
@@ -431,9 +433,9 @@ class CompressedAllToAll:
             if isinstance(t, torch.Tensor):
                 if planned not in (None, t.device):
                     raise ArgumentTypeError(f"inputs: {name}: on {t.device}, planned is {planned}")
-                self._last_device = t.device
+                self.last_device = t.device
                 return t.device
-        return planned or self._last_device or device_of_group(group)
+        return planned or self.last_device or device_of_group(group)
 
     def _call(
         self,

@@ -285,7 +285,7 @@ class Caller:
                 self._decide_while_plain(group, tables, choices, way)
             self._plain(group, tables, self.counters[way], layout).run()
             return
-        record = self.decision.record(way, in_pieces=self._takes_pieces(group, way))
+        in_pieces = self._takes_pieces(group, way)
         self.decision.agreed(way)
         counters = self.counters[way]
         before = {name: getattr(counters, name) for name in RECORDED}
@@ -296,8 +296,9 @@ class Caller:
             # Also where this rank alone fails: the others go on with what was decided.
             if due and exchange.of_ranks is not None:
                 self.decision.decide(exchange.of_ranks)
-        raw_bytes = max(1.0, counters.raw_bytes - before["raw_bytes"])
-        record.latest_s_per_byte.append((time.perf_counter() - started) / raw_bytes)
+        seconds = time.perf_counter() - started
+        n_bytes = sum(table.sent.nbytes + table.received.nbytes for table in tables)
+        record = self.decision.took(way, seconds, n_bytes, in_pieces=in_pieces)
         record.calls += 1
         record.saved_back_bytes += saved_back_bytes(group.rank(), tables)
         for name in RECORDED:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import struct
 import time
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +27,7 @@ from .messages import (
     encode_part,
     most_part_bytes,
 )
+from .pieces import PieceTrial
 from .wire import DESCRIPTOR_BYTES, Turn
 
 CODES = Candidate("codes", references=False)
@@ -49,8 +49,6 @@ TRIAL_BYTES = 1 << 20
 TRIALS = 2
 #: Due calls that do not decide, at the most, where decisions by measured exchanges change nothing.
 MOST_PASSED_OVER = 15
-#: Calls before one that decides in which pieces are tried where rows cross whole, and the reverse.
-TRIED_CALLS = 2
 #: The first call that decides, counted from 0, and from there on each so many.
 FIRST_DECISION, DECISION_EVERY = 8, 64
 
@@ -178,10 +176,6 @@ def measure(
     return Measured(raw / used, encode / raw, decode / raw)
 
 
-def _latest() -> deque[float]:
-    return deque(maxlen=TRIED_CALLS)
-
-
 @dataclass
 class WayRecord:
     """What the exchanges one way took since the last decision.
@@ -196,9 +190,6 @@ class WayRecord:
         Seconds.
     saved_back_bytes : float
         Of gradients that need not come back, where rows of one id cross once; else they do.
-    latest_s_per_byte : deque of float
-        Of the last exchanges as wholes, for each raw byte: as many as are tried of the other mode,
-        since the fastest of many is faster than that of few.
     """
 
     calls: int = 0
@@ -207,7 +198,6 @@ class WayRecord:
     encode_s: float = 0.0
     decode_s: float = 0.0
     saved_back_bytes: float = 0.0
-    latest_s_per_byte: deque[float] = field(default_factory=_latest)
 
     def predicted(self, model: NetworkModel, others: int, short_bytes: int) -> tuple[float, float]:
         """Return the seconds of an exchange, compressed and plain; -1 where nothing is known.
@@ -244,14 +234,25 @@ class Decision:
     def __init__(self, *, ways: int, pieces: int = 1, every: int = DECISION_EVERY) -> None:
         self._first = PIECES if pieces > 1 else COMPRESSED
         self.modes = [self._first] * ways
+        self._pieces, self._every = pieces, every
+        self._first_decision = min(FIRST_DECISION, every)
+        self._forget(ways)
+        self._calls = [0] * ways
+        self._decided, self._agreed = [False] * ways, [True] * ways
+        self._passed_over, self._pass_over = [0] * ways, [0] * ways
+
+    def _forget(self, ways: int) -> None:
+        """Begin without anything that was measured."""
+        self._begin_records(ways)
+        #: By way, of the last exchanges that crossed whole before a decision.
+        self._whole = [WayRecord() for _ in range(ways)]
+        self.trials = [PieceTrial(self._first_decision, self._every) for _ in range(ways)]
+
+    def _begin_records(self, ways: int) -> None:
         #: By way, of exchanges that cross whole, or while rows cross plain.
         self.records = [WayRecord() for _ in range(ways)]
         #: By way, of exchanges in pieces.
         self.in_pieces = [WayRecord() for _ in range(ways)]
-        self._pieces, self._every = pieces, every
-        self._calls = [0] * ways
-        self._decided, self._agreed = [False] * ways, [True] * ways
-        self._passed_over, self._pass_over = [0] * ways, [0] * ways
 
     def turn(self, way: int = 0) -> Turn:
         """Return which call one way comes next."""
@@ -266,26 +267,16 @@ class Decision:
         return self.modes[way] if self._agreed[way] else self._first
 
     def takes_pieces(self, way: int = 0) -> bool:
-        """Return whether rows cross in pieces in the call one way that was begun, the same on all.
-
-        How they overlap is measured: whether they do is tried both ways before ranks decide, then
-        in ever fewer of the times between two decisions, down to one of 16.
-        """
+        """Return whether rows cross in pieces in the call one way that was begun, as on all."""
         mode = self.mode(way)
         if self._pieces == 1 or mode == PLAIN:
             return False
-        return (mode == PIECES) != (self._agreed[way] and self._tries(way))
+        tried = self._agreed[way] and self.trials[way].tries(self._calls[way] - 1)
+        return (mode == PIECES) != tried
 
-    def _tries(self, way: int) -> bool:
-        """Return whether the call that was begun is one of the last before one that decides."""
-        window, left = divmod(self._calls[way] - 1 - min(FIRST_DECISION, self._every), self._every)
-        left, window = self._every - left, window + 1
-        if window & (window + 1) and window % 16 != 15:
-            return False
-        return left <= min(TRIED_CALLS, min(FIRST_DECISION, self._every) // 2)
-
-    def record(self, way: int, *, in_pieces: bool) -> WayRecord:
-        """Return what exchanges one way add to, whole or in pieces."""
+    def took(self, way: int, seconds: float, n_bytes: int, *, in_pieces: bool) -> WayRecord:
+        """Note what the exchange of a call took as a whole; return what its stages are added to."""
+        self.trials[way].took(self._calls[way] - 1, seconds, n_bytes, in_pieces=in_pieces)
         return (self.in_pieces if in_pieces else self.records)[way]
 
     def agreed(self, way: int = 0) -> None:
@@ -294,12 +285,14 @@ class Decision:
 
     def decides_next(self, way: int = 0) -> bool:
         """Return whether all ranks may decide in the next call one way."""
-        since = self._calls[way] - min(FIRST_DECISION, self._every)
+        since = self._calls[way] - self._first_decision
         return self._agreed[way] and since >= 0 and since % self._every == 0
 
     def begin(self, way: int = 0) -> bool:
         """Count a call one way; return whether all ranks decide in it."""
         due = self.decides_next(way)
+        if due:
+            self.trials[way].compare()
         self._calls[way] += 1
         return due
 
@@ -331,17 +324,30 @@ class Decision:
 
     def predictions(self, model: NetworkModel, others: int, short_bytes: int = 0) -> list[int]:
         """Return this rank's predicted seconds as int64 numbers, and begin records anew."""
-        records = list(map(_either, self.records, self.in_pieces))
+        records = [self._known(way) for way in range(len(self.modes))]
         seconds = []
-        for whole, cut, either in zip(self.records, self.in_pieces, records, strict=True):
-            compressed, plain = either.predicted(model, others, short_bytes)
-            seconds.append([compressed, _in_pieces_s(compressed, whole, cut), plain])
+        for record, trial in zip(records, self.trials, strict=True):
+            compressed, plain = record.predicted(model, others, short_bytes)
+            in_pieces = compressed * trial.ratio if self._pieces > 1 else -1.0
+            seconds.append([compressed, in_pieces, plain])
         forward = records[0]
         if forward.calls and forward.saved_back_bytes:
             at = MODES.index(PLAIN)
             seconds[0][at] += self._seconds_back(model, seconds[-1], forward, records[-1])
-        self.records, self.in_pieces = ([WayRecord() for _ in records] for _ in range(2))
+        self._begin_records(len(records))
         return as_integers([s for of_way in seconds for s in of_way])
+
+    def _known(self, way: int) -> WayRecord:
+        """Return what is known of stages, of whole exchanges where there was one.
+
+        Those of pieces take longer, and say nothing where there was no exchange since the last
+        decision.
+        """
+        if self.records[way].calls:
+            self._whole[way] = self.records[way]
+        elif not (self.in_pieces[way].calls and self._whole[way].calls):
+            return self.in_pieces[way]
+        return self._whole[way]
 
     def _seconds_back(
         self, model: NetworkModel, back: Sequence[float], forward: WayRecord, record: WayRecord
@@ -420,25 +426,7 @@ class Decision:
         self._agreed = [False] * len(self.modes)
         self._calls, self._passed_over, self._pass_over = calls, passed_over, pass_over
         self._decided = list(map(bool, decided))
-
-
-def _either(whole: WayRecord, cut: WayRecord) -> WayRecord:
-    """Return what is known of exchanges whose stages do not overlap, else of those in pieces."""
-    return whole if whole.calls else cut
-
-
-def _in_pieces_s(compressed: float, whole: WayRecord, cut: WayRecord) -> float:
-    """Return the seconds of an exchange in pieces by those of a whole one, -1 if none is known.
-
-    By the fastest of the last of each. Where none was whole the stages are those of pieces.
-    """
-    if not cut.calls:
-        return -1.0
-    if not whole.calls:
-        return compressed
-    if not whole.latest_s_per_byte:  # rows crossed plain
-        return -1.0
-    return compressed * min(cut.latest_s_per_byte) / min(whole.latest_s_per_byte)
+        self._forget(len(self.modes))
 
 
 def saved_seconds(model: NetworkModel, raw_bytes: float, saved_bytes: float) -> float:

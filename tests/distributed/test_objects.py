@@ -10,11 +10,12 @@ import torch
 import torch.distributed as dist
 
 import bitslab
-from bitslab.distributed import CompressedAllToAll, Table, all_to_all_single
+from bitslab.distributed import CompressedAllToAll, Table, all_to_all_single, autograd
 from bitslab.distributed.agreement import TableSizes
 from bitslab.distributed.checks import check_backend
 from bitslab.distributed.layout import Layout
 from bitslab.distributed.rounding import GradientRounder
+from bitslab.errors import ArgumentError
 from tests.distributed.ranks import world
 
 pytestmark = pytest.mark.usefixtures("group_of_one")
@@ -49,6 +50,24 @@ def test_a_copy_goes_on_from_the_same_state_and_shares_nothing(copied, tables):
     assert torch.equal(step(other), step(exchange))
     step(other)
     assert (other.iteration, exchange.iteration) == (3, 2)
+
+
+def test_a_copy_without_input_receives_where_rows_were_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a group with a backend for a GPU, too, nothing else says where that is."""
+
+    def for_both(group: dist.ProcessGroup) -> torch.device:
+        raise ArgumentError("inputs: none on this rank")
+
+    monkeypatch.setattr(autograd, "device_of_group", for_both)
+    exchange = CompressedAllToAll(tables=[Table("a", 3)])
+    with pytest.raises(ArgumentError, match="none on this rank"):
+        exchange.exchange_tables({}, {}, {})
+    exchange.exchange_tables({"a": torch.ones(2, 3)}, {"a": [2]}, {"a": [2]})
+    planned = CompressedAllToAll(tables=[Table("a", 3)], device="cpu")
+    for each in (exchange, copy.deepcopy(exchange), planned, copy.deepcopy(planned)):
+        assert each.exchange_tables({}, {}, {}) == {}
 
 
 @pytest.mark.parametrize(

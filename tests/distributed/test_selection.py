@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from typing import Any
 
 import numpy as np
@@ -169,8 +168,8 @@ def test_short_messages_are_predicted_to_cross_with_their_descriptors():
     assert raw == SLOW.seconds(4e6)
 
 
-def decided(*records: tuple[NetworkModel, WayRecord], pieces: int = 1, begin: str = "") -> str:
-    decision = Decision(ways=1, pieces=pieces)
+def decided(*records: tuple[NetworkModel, WayRecord], begin: str = "") -> str:
+    decision = Decision(ways=1)
     decision.modes = [begin or decision.modes[0]]
     numbers = []
     for model, record in records:
@@ -193,78 +192,6 @@ def test_the_slowest_rank_decides_and_small_gains_change_nothing():
     assert decided((SLOW, equal)) == COMPRESSED
     assert decided((SLOW, equal), begin=PLAIN) == PLAIN
     assert decided((SLOW, WayRecord())) == COMPRESSED
-
-
-def pieces_decided(begin: str, whole: WayRecord, cut: WayRecord) -> str:
-    decision = Decision(ways=1, pieces=4)
-    decision.modes, decision.records, decision.in_pieces = [begin], [whole], [cut]
-    decision.decide([decision.predictions(SLOW, 7)])
-    assert not decision.records[0].calls and not decision.in_pieces[0].calls
-    return decision.modes[0]
-
-
-@pytest.mark.parametrize("begin", [COMPRESSED, PIECES])
-def test_pieces_are_used_where_they_were_faster_as_a_whole(begin: str) -> None:
-    def took(s_per_byte: float) -> WayRecord:
-        # Their stages take alike, as if they could overlap.
-        return WayRecord(
-            2, 2e7, 2e6, 2e-2, 2e-2, latest_s_per_byte=deque([3 * s_per_byte, s_per_byte])
-        )
-
-    assert pieces_decided(begin, took(2e-9), took(1e-9)) == PIECES
-    assert pieces_decided(begin, took(1e-9), took(3e-9)) == COMPRESSED
-    # 5 % less is no reason to change.
-    assert pieces_decided(begin, took(1e-9), took(0.95e-9)) == begin
-    assert pieces_decided(begin, took(0.95e-9), took(1e-9)) == begin
-
-
-def test_as_many_exchanges_count_of_each_way() -> None:
-    record = WayRecord()
-    record.latest_s_per_byte.extend([1e-9, 5e-9, 4e-9])
-    assert list(record.latest_s_per_byte) == [5e-9, 4e-9]
-
-
-def test_what_was_not_tried_decides_nothing_about_pieces() -> None:
-    known = WayRecord(1, 1e7, 1e6, 1e-2, 1e-2, latest_s_per_byte=deque([1e-9]))
-    assert pieces_decided(COMPRESSED, known, WayRecord()) == COMPRESSED
-    assert pieces_decided(PIECES, WayRecord(), known) == PIECES
-    # Rows that crossed plain: that exchanges in pieces were fast before says nothing.
-    assert pieces_decided(PLAIN, WayRecord(1, 1e7, 1e6, 1e-2, 1e-2), known) == COMPRESSED
-
-
-@pytest.mark.parametrize(
-    ("every", "tried"),
-    [
-        (64, [6, 7, 70, 71, 198, 199, 454, 455, 966, 967]),
-        (5, [3, 4, 8, 9, 18, 19, 38, 39, 78, 79]),
-        (2, [1, 3, 7, 15, 31, 63, 95, 127, 159, 191]),
-        (1, []),
-    ],
-)
-@pytest.mark.parametrize("mode", [COMPRESSED, PIECES])
-def test_the_other_way_is_tried_before_decisions_ever_more_seldom(
-    mode: str, every: int, tried: list[int]
-) -> None:
-    decision, other = Decision(ways=2, pieces=3, every=every), []
-    decision.modes[1] = mode
-    for i in range(1000):
-        due = decision.begin(1)
-        if decision.takes_pieces(1) != (mode == PIECES):
-            other.append(i)
-            assert not due
-    assert other[:10] == tried
-    decision.modes[1] = PLAIN
-    assert not any((decision.begin(1), decision.takes_pieces(1))[1] for _ in range(200))
-
-
-def test_nothing_is_tried_until_ranks_agree_behind_a_state() -> None:
-    resumed = Decision(ways=1, pieces=3)
-    resumed.load_state_dict(Decision(ways=1, pieces=3).state_dict())
-    for _ in range(8):
-        resumed.begin()
-        assert resumed.takes_pieces()
-    whole = Decision(ways=1)
-    assert not any((whole.begin(), whole.takes_pieces())[1] for _ in range(100))
 
 
 def test_decisions_are_made_in_the_same_calls():
