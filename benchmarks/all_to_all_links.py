@@ -272,12 +272,19 @@ def _to_others(t: torch.Tensor, sizes: list[int] | None) -> int:
     return (len(t) - own) * (t.nbytes // len(t))
 
 
-def measure(payload: Payload, link: str, device: torch.device) -> Line:
-    """Return what an exchange of tables' rows takes, raw, compressed and as it is decided."""
-    size, rank = dist.get_world_size(), dist.get_rank()
+def _planned(
+    payload: Payload, device: torch.device
+) -> tuple[dict[str, torch.Tensor], list[Table], dict[str, list[int]]]:
+    """Return a payload's rows on a device, their tables, and rows of each for each rank."""
+    size = dist.get_world_size()
     tables = {name: t.to(device) for name, t in payload.tables.items()}
     planned = [Table(name, t.shape[1]) for name, t in tables.items()]
-    sizes = {name: [len(t) // size] * size for name, t in tables.items()}
+    return tables, planned, {name: [len(t) // size] * size for name, t in tables.items()}
+
+
+def measure(payload: Payload, link: str, device: torch.device) -> Line:
+    """Return what an exchange of tables' rows takes, raw, compressed and as it is decided."""
+    tables, planned, sizes = _planned(payload, device)
     ways = {
         codec: CompressedAllToAll(
             tables=planned,
@@ -288,7 +295,7 @@ def measure(payload: Payload, link: str, device: torch.device) -> Line:
         for codec in ("raw", "compressed", "auto")
     }
     found: Line = {"link": link, "payload": payload.name}
-    raw_bytes = sum(t.nbytes - len(t) // size * t[0].nbytes for t in tables.values())
+    raw_bytes = sum(t.nbytes - sizes[name][0] * t[0].nbytes for name, t in tables.items())
 
     def step(of: CompressedAllToAll) -> None:
         of.exchange_tables(tables, sizes, sizes)
@@ -316,15 +323,12 @@ def measure(payload: Payload, link: str, device: torch.device) -> Line:
     found["raw GB/s"] = raw_bytes / 1e9 / raw_s
     # 1 / (1 / ratio + rate * (1 / encode + 1 / decode)), of this rank's bytes.
     found["equation 2"] = raw_s / (raw_s / found["ratio"] + sum(coding.values()))
-    return found if rank == 0 else {}
+    return found if dist.get_rank() == 0 else {}
 
 
 def measure_pieces(payload: Payload, link: str, device: torch.device) -> Line:
     """Return what an exchange takes in pieces, of which one crosses while another is encoded."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    tables = {name: t.to(device) for name, t in payload.tables.items()}
-    planned = [Table(name, t.shape[1]) for name, t in tables.items()]
-    sizes = {name: [len(t) // size] * size for name, t in tables.items()}
+    tables, planned, sizes = _planned(payload, device)
 
     def made(codec: str, pieces: int) -> CompressedAllToAll:
         options: dict[str, Any] = {"codec": codec, "pieces": pieces}
@@ -343,7 +347,7 @@ def measure_pieces(payload: Payload, link: str, device: torch.device) -> Line:
     found |= {name: 1e3 * seconds for name, seconds in _median_s(steps, device).items()}
     found["auto is"] = ways["auto ms"].stats()["modes"]["forward"]
     found["1 piece/best"] = found[PIECES_KEY] / min(found[name] for name in list(ways)[:-1])
-    return found if rank == 0 else {}
+    return found if dist.get_rank() == 0 else {}
 
 
 def _coding_s(

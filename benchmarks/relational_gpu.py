@@ -332,16 +332,14 @@ def layer_row(ways: dict[str, Callable[..., Any]], x: torch.Tensor, clock: Clock
 def passes(arguments: Any, clock: Clock) -> Table:
     """Measure programs with each pass off (table 3.5 of the thesis)."""
     table = Printer("Passes on a GPU, ms", arguments.json)
+    wanted = {m: run for m, run in layer_programs().items() if m in arguments.models}
     for name in arguments.graphs or ("AIFB", "FB15k-237", "AM"):
+        if clock.over():
+            say(f"left out: {name} (--seconds-limit)")
+            break
         graph = graph_of(name)
-        for model, program in layer_programs().items():
-            if model not in arguments.models:
-                continue
-            if clock.over():
-                say(f"left out: {model}, {name} (--seconds-limit)")
-                break
-            of_both = pass_rows(graph, program, arguments.dim)
-            for what, row in of_both.items():
+        for model, program in wanted.items():
+            for what, row in pass_rows(graph, program, arguments.dim).items():
                 table.add({"graph": name, "model": model, "what": what} | row)
     return table.rows
 
@@ -404,19 +402,15 @@ def pass_rows(graph: Drawn, program: CompiledProgram, dim: int) -> dict[str, dic
     inputs = list(drawn_inputs(graph, program, dim).values())
     leaves = [t.clone().requires_grad_() for t in inputs]
 
-    def infer(compiled: CompiledProgram, _: int = 0) -> None:
+    def infer(compiled: CompiledProgram) -> None:
         with torch.no_grad():
             compiled(plan, *inputs)
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
 
-    def step(compiled: CompiledProgram, _: int = 0) -> None:
+    def step(compiled: CompiledProgram) -> None:
         for t in leaves:
             t.grad = None
         out = compiled(plan, *leaves)
         (out[0] if isinstance(out, tuple) else out).square().mean().backward()
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
 
     both = (("inference", infer, inputs), ("step", step, leaves))
     return {what: pass_row(plan, program, run, given) for what, run, given in both}
@@ -431,16 +425,22 @@ def pass_row(
     """Measure a run of a program with all passes, and without each, in turn."""
     ways, same = without_each(program, plan, given)
     runs, slowest = {}, 0.0
+
+    def finished(compiled: CompiledProgram, _: int = 0) -> None:
+        run(compiled)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+
     for off, compiled in ways.items():
         try:
-            run(compiled)
+            finished(compiled)
             begin = time.perf_counter()
-            run(compiled)
+            finished(compiled)
         except torch.OutOfMemoryError:
             torch.cuda.empty_cache()
             continue
         slowest = max(slowest, time.perf_counter() - begin)
-        runs[off] = functools.partial(run, compiled)
+        runs[off] = functools.partial(finished, compiled)
     # About half a second for each.
     found = cpu_seconds_in_turn(runs, min(max(5, int(0.5 / max(slowest, 1e-3))), 100))
     row = {off: 1e3 * found[off] if off in found else "-" for off in ("", *PASSES)}

@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ from typing import Any
 import torch
 from relational import DIM, of_same_state
 from relational_graphs import Graph, cpu_graphs, sampled
+from relational_plans import timed
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch_geometric import nn as gnn
@@ -75,20 +75,10 @@ def typed(graph: Graph) -> RelationalGraph:
     return RelationalGraph(*at, graph.nodes, graph.relations, types)
 
 
-def finish() -> None:
-    """Wait for the GPU, where there is one."""
-    if DEVICE.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def step_ms(run: CompiledProgram, on: RelationalGraph, given: Inputs) -> float:
     """Return what a training step of a program takes, from its call to its end on the device."""
     leaves = [x.clone().requires_grad_() for x in given]
-    finish()
-    begin = time.perf_counter()
-    run(on, *leaves).square().mean().backward()
-    finish()
-    return 1e3 * (time.perf_counter() - begin)
+    return 1e3 * timed(lambda: run(on, *leaves).square().mean().backward(), DEVICE)[1]
 
 
 def sizes() -> dict[str, Table]:
@@ -102,12 +92,10 @@ def sizes() -> dict[str, Table]:
             ms = functools.partial(step_ms, program, made)
             first, again = ms(inputs), min(ms(inputs) for _ in range(3))
             other, other_again = ms(narrow), min(ms(narrow) for _ in range(3))
-            finish()
-            begin = time.perf_counter()
-            program.plan(typed(graph), [x.requires_grad_() for x in inputs])
-            finish()
-            planned = 1e3 * (time.perf_counter() - begin)
-            plan = program.plan(made, [x.clone().requires_grad_() for x in inputs])
+            leaves = [x.clone().requires_grad_() for x in inputs]
+            make = functools.partial(_new_plan, program, graph, leaves)
+            planned = 1e3 * timed(make, DEVICE)[1]
+            plan = program.plan(made, leaves)
             assert plan.backward is not None
             rows.append(
                 {
@@ -181,6 +169,10 @@ def first_steps() -> Table:
     return rows
 
 
+def _new_plan(program: CompiledProgram, graph: Graph, leaves: Inputs) -> None:
+    program.plan(typed(graph), leaves)
+
+
 def _lines(file: str) -> int:
     return sum(1 for line in source_text(file).splitlines() if line.strip())
 
@@ -193,12 +185,9 @@ def blocks(count: int = 20) -> Table:
         block, (n_src, n_dst) = sampled(1024, 10, seed)
         x = torch.randn(n_src, DIM, device=DEVICE), torch.randn(n_dst, DIM, device=DEVICE)
         at = block.edges.to(DEVICE), block.types.to(DEVICE)
-        finish()
-        begin = time.perf_counter()
         with torch.no_grad():
-            layer(x, *at)
-        finish()
-        times.append(1e3 * (time.perf_counter() - begin))
+            _, seconds = timed(functools.partial(layer, x, *at), DEVICE)
+        times.append(1e3 * seconds)
     calls = relational_calls(layer)[""]
     without = sum(n for reason, n in calls.items() if reason)
     return [

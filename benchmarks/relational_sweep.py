@@ -10,10 +10,19 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from relational_gpu import PASSES, Drawn, drawn_inputs, graph_of, models, without_each
+from relational_gpu import (
+    PASSES,
+    Drawn,
+    drawn_inputs,
+    graph_of,
+    layer_programs,
+    models,
+    of_one_type,
+    without_each,
+)
 from timing import cpu_seconds_in_turn
 
-from bitslab.relational import TYPED_SUM, CompiledProgram, RelationalGraph, rgat
+from bitslab.relational import CompiledProgram
 
 Table = list[dict[str, Any]]
 GRAPHS = ("AIFB", "MUTAG")
@@ -63,11 +72,9 @@ def dims(graphs: Sequence[str] | None, sizes: Sequence[int], repetitions: int) -
 def passes(graphs: Sequence[str] | None, sizes: Sequence[int], repetitions: int) -> Table:
     """Measure programs with all passes, and the times that they take without each (table 3.5)."""
     rows: Table = []
-    attended = rgat(1, 0.2, False, False)
-    assert attended is not None
     for name in graphs or GRAPHS:
         graph = graph_of(name)
-        for model, program in (("RGCN", TYPED_SUM), ("RGAT", attended)):
+        for model, program in layer_programs().items():
             for dim in sizes:
                 ways, x = _without_each(program, graph, dim)
                 for what, ms in in_turn(ways, x, repetitions).items():
@@ -86,7 +93,7 @@ def _without_each(
 
     A pass that changes no step is left out.
     """
-    plan = RelationalGraph(graph.edges, graph.types, graph.nodes, graph.relations)
+    plan = of_one_type(graph)
     tensors = drawn_inputs(graph, program, dim)
     for name in set(tensors) - {"x"}:
         tensors[name].requires_grad_()
